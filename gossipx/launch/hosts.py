@@ -6,8 +6,10 @@ import hashlib
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gossipx.errors import UsageError
@@ -20,6 +22,8 @@ DEFAULT_PORT = 29400
 LONGEST = 500
 """Maximum characters per line; names are sent over the network and written to logs."""
 _LINE = re.compile(r"""(?P<host>\[[^\]]*\]|[^\s:\[\]@,/"'-][^\s:\[\]@,/"'*]*)(?::(?P<port>[^\s:]*))?""")
+RESOLVE = 5.0
+"""Seconds in which all names must resolve: a resolver that does not respond takes that long or longer."""
 LOOPBACK = "127.0.0.1"
 NAT = "nat"
 """Word on the line of a host to which other hosts cannot connect."""
@@ -184,46 +188,84 @@ def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) ->
         UsageError: no line is this machine, a name does not resolve, two lines have the same address, or loopback
             addresses are mixed with others.
     """
-    if advertise is not None:
-        ranks = [peer.rank for peer in peers if peer.host == advertise.strip("[]")]
-        if not ranks:
-            raise UsageError(f"no line has the host '{advertise}' that --advertise names", path)
-        # Compares text, without name resolution.
-        _refuse_mixture({peer.host: peer.host for peer in peers if _is_loopback_word(peer.host)}, peers, path)
-        return ranks
-    addresses = _resolve_all(peers, path)
-    refuse_repeated(peers, addresses, path)
-    known = [peer for peer in peers if peer.host in addresses]
-    loopback = {host: str(address) for host, address in addresses.items() if address.is_loopback}
+    if advertise is not None:  # behind NAT, no address of the file may belong to this machine: names are not resolved
+        addresses: Mapping[str, Sequence[_Address]] = {}
+        loopback = {peer.host: peer.host for peer in peers if _is_loopback_word(peer.host)}
+    else:
+        addresses = _resolved(peers, path)
+        loopback = {host: str(own[0]) for host, own in addresses.items() if own[0].is_loopback}
+    here = lines_here(peers, addresses, advertise, path)
     _refuse_mixture(loopback, peers, path)
-    ranks = [peer.rank for peer in known if is_here(addresses[peer.host])]
-    if not ranks:
-        raise UsageError("no line is this machine: add one, or name its host by --advertise HOST", path)
-    return ranks
+    return [peer.rank for peer in here]
 
 
-def refuse_repeated(peers: Sequence[PeerLine], addresses: Mapping[str, _Address], path: Path) -> None:
-    """Refuse two lines with one address and port; ``addresses`` has those of the hosts that are known here."""
+def lines_here(
+    peers: Sequence[PeerLine], addresses: Mapping[str, Sequence[_Address]], advertise: str | None, path: Path
+) -> list[PeerLine]:
+    """Return the lines that are this machine: those of ``advertise``, or those with an address of this machine.
+
+    Args:
+        addresses: of each host that is known here.
+
+    Raises:
+        UsageError: there are none, or two lines have the same address.
+    """
+    if advertise is not None:
+        here = [peer for peer in peers if peer.host == advertise.strip("[]")]
+        fault = f"no line has the host '{advertise}' that --advertise names"
+    else:
+        _refuse_repeated(peers, addresses, path)
+        here = [peer for peer in peers if any(map(is_here, addresses.get(peer.host, ())))]
+        unknown = ", ".join(dict.fromkeys(peer.host for peer in peers if peer.host not in addresses))
+        fault = "no line is this machine" + (f", where {unknown} does not resolve" if unknown else "")
+        fault += ": add one, or name its host by --advertise HOST"
+    if not here:
+        raise UsageError(fault, path)
+    return here
+
+
+def _refuse_repeated(peers: Sequence[PeerLine], addresses: Mapping[str, Sequence[_Address]], path: Path) -> None:
     lines: dict[tuple[_Address, int], PeerLine] = {}
     for peer in (one for one in peers if one.host in addresses):
-        first = lines.setdefault((addresses[peer.host], peer.port), peer)
+        first = lines.setdefault((addresses[peer.host][0], peer.port), peer)
         if first is not peer:
             reason = f"'{peer.shown}' is the same address as '{first.shown}' on line {first.line}"
             raise UsageError(reason, path, peer.line)
 
 
-def _resolve_all(peers: Sequence[PeerLine], path: Path) -> dict[str, _Address]:
-    """Return the address of each host; a name behind NAT may be known to its own host alone."""
-    found: dict[str, _Address] = {}
+def _resolved(peers: Sequence[PeerLine], path: Path | None) -> dict[str, tuple[_Address, ...]]:
+    """Return the addresses of each host; a name behind NAT may be known to its own host alone."""
+    found = resolve(peer.host for peer in peers)
     for peer in peers:
-        if peer.host in found:
-            continue
+        if isinstance(why := found[peer.host], str) and not peer.behind_nat:
+            reason = f"host '{peer.host}' does not resolve ({why})"
+            raise UsageError(f"{reason}: correct it, or add it to /etc/hosts", path, peer.line)
+    return {host: own for host, own in found.items() if not isinstance(own, str)}
+
+
+def resolve(names: Iterable[str]) -> dict[str, tuple[_Address, ...] | str]:
+    """Return the addresses of each host name on this machine, IPv4 first, or why it has none.
+
+    IPv4 comes first, so that 'localhost' is the same address for peers that bind and peers that connect. All names are
+    looked up at the same time, within :data:`RESOLVE` seconds.
+    """
+    found: dict[str, tuple[_Address, ...] | str] = dict.fromkeys(names, f"no answer within {RESOLVE:g} s")
+
+    def look_up(name: str) -> None:
         try:
-            found[peer.host] = _resolve(peer, path)
-        except UsageError:
-            if not peer.behind_nat:
-                raise
-    return found
+            entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            addresses = dict.fromkeys(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries)
+            found[name] = tuple(sorted(addresses, key=lambda one: one.version))
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name, such as 'two..dots'
+            found[name] = str(getattr(error, "strerror", None) or error)
+
+    until = time.monotonic() + RESOLVE
+    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return dict(found)
 
 
 def only_address(bind: str) -> str | None:
@@ -240,7 +282,7 @@ def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
     Raises:
         UsageError: other peers could not reach it there.
     """
-    address = _resolve(peer, path)
+    address = _resolved([replace(peer, behind_nat=False)], path)[peer.host][0]  # its own host must know its name
     literal = LOOPBACK if bind == "localhost" else bind
     chosen = ipaddress.ip_address(literal) if _is_address(literal) else None
     if chosen is None:
@@ -295,19 +337,6 @@ def _is_address(text: str) -> bool:
 
 def _is_loopback_word(host: str) -> bool:
     return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
-def _resolve(peer: PeerLine, path: Path | None) -> _Address:
-    if _is_address(peer.host):
-        return ipaddress.ip_address(peer.host)
-    try:
-        found = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name, such as 'two..dots'
-        reason = f"host '{peer.host}' does not resolve ({getattr(error, 'strerror', None) or error})"
-        raise UsageError(f"{reason}: correct it, or add it to /etc/hosts", path, peer.line) from error
-    # IPv4 first, so that 'localhost' is the same address for peers that bind and peers that connect.
-    best = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return ipaddress.ip_address(str(best[4][0]).partition("%")[0])
 
 
 def is_here(address: _Address) -> bool:

@@ -110,7 +110,7 @@ def join(
     run = settings_of(config_file, settings | _named(policy=policy, recorder=recorder))
     _check_deciders(run, under_run, own, sync_manager)
     averages = schedule_free.of(model, optimizers, isinstance(run.mode, Server))
-    _describe_if_asked(model, run, channel)
+    _describe_if_asked(model, run)
     managers = Managers(sync_manager, comm_manager, None if isinstance(recorder, str) else recorder)
     with contextlib.ExitStack() as until_started:
         place = _place(run, peers, rank, channel, under_run, until_started)
@@ -125,10 +125,11 @@ def _serve(peer: Peer) -> NoReturn:
     raise SystemExit(0)
 
 
-def _describe_if_asked(model: nn.Module, run: RunConfig, channel: Progress) -> None:
-    """Tell a parent process that asks for it the tensors of the model, and end the script."""
-    if os.environ.get(ENV_DESCRIBE):
-        channel.tell(manifest="\n".join(ParameterArena(model, mix_buffers=run.sync.buffers == "mix").manifest))
+def _describe_if_asked(model: nn.Module, run: RunConfig) -> None:
+    """Write the tensors of the model where a parent process asks for them, and end the script."""
+    if file := os.environ.get(ENV_DESCRIBE):
+        tensors = "\n".join(ParameterArena(model, mix_buffers=run.sync.buffers == "mix").manifest)
+        Path(file).write_text(tensors, encoding="utf-8")
         raise SystemExit(0)
 
 

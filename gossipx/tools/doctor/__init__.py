@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from gossipx.errors import GossipxError, ProtocolError, printable
-from gossipx.launch.hosts import PeerLine, bind_host, peers_digest, read_hosts
+from gossipx.launch.hosts import PeerLine, bind_host, lines_here, peers_digest, read_hosts, resolve
 from gossipx.memory import Source
 from gossipx.protocol.messages import BusyReply
 from gossipx.settings.sections import RunConfig
@@ -52,25 +52,25 @@ def examine(
     must answer within ``wait`` seconds; ``report`` receives a line about those that are missing.
     """
     peers = read_hosts(peers_file)
-    hosts = machine.resolve_hosts(hosts_of(peers))
-    here = machine.hosts_here(hosts, settings.exchange.advertise, peers_file)
-    lines = [peer for host in here for peer in host.peers]
+    resolved = resolve(peer.host for peer in peers)
+    hosts = hosts_of(peers, resolved)
+    known = {name: own for name, own in resolved.items() if not isinstance(own, str)}
+    lines = lines_here(peers, known, settings.exchange.advertise, peers_file)
     binds = {peer.rank: bind_host(peer, settings.exchange.bind, peers_file) for peer in lines}
     granted, *_ = [grant(settings.exchange, bind) for bind in binds.values()]
     with contextlib.ExitStack() as stack:
         # SIGTERM acts like Ctrl-C, so that the process that builds a model also ends.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        title, manifest, fault = machine.described_model(settings, len(peers), peers_file, lines[0], script)
-        digest = hashlib.sha256(manifest).hexdigest() if manifest else ""
+        title, tensors, fault = machine.described_model(settings, len(peers), peers_file, lines[0], script)
+        digest = hashlib.sha256(tensors.encode()).hexdigest() if tensors else ""
         me = Hello(lines[0].rank, lines[0].name, len(peers), peers_digest(peers), digest)
-        found = Findings(hosts, [host.number for host in here], checkup_facts(me, "doctor"))
-        found.model, found.fault, found.tls = title, fault, settings.exchange.tls_cert is not None
-        found.devices = machine.check_devices(found.own, lines, settings.run.device)
+        here = [host.number for host in hosts if host.peers[0] in lines]
+        devices = list(machine.check_devices(lines[0].host, lines, settings.run.device))
+        found = Findings(hosts, here, checkup_facts(me, "doctor"), devices, title, fault)
         links = Links("doctor", 0, timeout=10.0)
         stack.callback(links.abort)
         probes = ProbeSettings(me=me, peers=peers, access=granted, links=links)
-        listener = DoctorListener(lines, binds, probes)
-        stack.callback(listener.close)
+        listener = stack.enter_context(contextlib.closing(DoctorListener(lines, binds, probes)))
         _Checkup(found, probes, listener, report).run(wait)
     return found
 
@@ -139,7 +139,7 @@ class _Checkup:
     def _measure(self, host: Host, good: list[Line]) -> None:
         """Measure the path to a host over one of its ``good`` lines."""
         # Prefer a doctor, because a run sends no load; on this machine, prefer another line than the prober's.
-        best = min(good, key=lambda line: (line.role != "doctor", line.rank == self.probes.me.rank))
+        best = min(good, key=lambda line: (not line.is_doctor, line.rank == self.probes.me.rank))
         peer = self.probes.peers[best.rank]
         try:
             with probing(self.probes, peer, connect_to_line(self.probes, peer)) as probe:
@@ -221,23 +221,22 @@ class DoctorListener:
 
     def _answer(self, link: Link, me: Hello, request: CheckupRequest) -> None:
         if request.part == "facts":
-            self._send(link, b"", CheckupReply(checkup_facts(me, "doctor")))
+            self._send(link, CheckupReply(checkup_facts(me, "doctor")))
         elif request.part != "load":
             raise ProtocolError(f"a doctor has no '{request.part}'")
         # One load at a time: each would slow the other down.
         elif not self._sending.acquire(blocking=False):
-            self._send(link, b"", BusyReply())
+            self._send(link, BusyReply())
         else:
             try:
-                self._send(link, _ZEROS[: request.back])
+                load = _ZEROS[: request.back]
+                self._send(link, CheckupReply(size=len(load)), Source(load))
             finally:
                 self._sending.release()
                 with self.news:
                     self.probed.add(request.name)
                     self.news.notify_all()
 
-    def _send(self, link: Link, payload: bytes | memoryview, reply: CheckupReply | BusyReply | None = None) -> None:
+    def _send(self, link: Link, reply: CheckupReply | BusyReply, load: Source | None = None) -> None:
         link.stream.tune()
-        source = Source(memoryview(payload)) if payload else None
-        reply = reply or CheckupReply(size=len(payload))
-        link.send(frames.encode(reply, 0, source, link.checks), time.monotonic() + LOAD)
+        link.send(frames.encode(reply, 0, load, link.checks), time.monotonic() + LOAD)

@@ -137,34 +137,31 @@ def probing(settings: ProbeSettings, to: PeerLine, stream: Stream) -> Iterator[P
 
 def try_line(settings: ProbeSettings, to: PeerLine) -> Line:
     """Try to connect to a line, and return how far the connection got."""
+    me, stream = settings.me, None
     try:
         stream = connect_to_line(settings, to)
-    except errors.PeerTimeoutError:
-        return Line(to.rank, "timeout", f"it does not answer within {CONNECT:g} s")
-    except errors.PeerFaultError as error:
-        cause = str(error).rpartition(": ")[2]
-        if isinstance(error, errors.LocalFaultError):
-            return Line(to.rank, "local", cause)
-        if type(error) is errors.PeerUnreachableError:
-            return Line(to.rank, "refused" if cause == os.strerror(errno.ECONNREFUSED) else "no route", cause)
-        return _unusable(to, error)  # of TLS, which authenticates as it connects
-    try:
         with probing(settings, to, stream) as probe:
-            me, they = settings.me, probe.facts
+            they = probe.facts
             if (they["peers"], they["size"]) != (me.peers, me.size):
                 return Line(to.rank, "peers", f"{me.size} peers here and {they['size']} there", they)
             if they["name"] != to.name:
                 return Line(to.rank, "other", f"{printable(they['name'])} answers there", they)
             return Line(to.rank, "ok", "", they)
     except errors.PeerFaultError as error:
-        return _unusable(to, error)
+        return Line(to.rank, *_failure(error, stream is not None))
 
 
-def _unusable(to: PeerLine, error: errors.PeerFaultError) -> Line:
+def _failure(error: errors.PeerFaultError, connected: bool) -> tuple[str, str]:
+    """Return the state of a line that cannot be probed, and what was seen there."""
+    if not connected and isinstance(error, errors.PeerTimeoutError):
+        return "timeout", ""
+    if not connected and type(error) is errors.PeerUnreachableError:
+        cause = str(error).rpartition(": ")[2]
+        return ("refused" if cause == os.strerror(errno.ECONNREFUSED) else "no route"), cause
     state = next((state for kind, state in _STATES if isinstance(error, kind)), "foreign")
     # Drop the advice of a run: it follows a semicolon, or, if the version differs, a colon.
     cause = str(error).removeprefix("refused: ").removeprefix("not authorised: ")
-    return Line(to.rank, state, printable(cause.partition(":" if state == "version" else ";")[0]))
+    return state, printable(cause.partition(":" if state == "version" else ";")[0])
 
 
 _STATES = (

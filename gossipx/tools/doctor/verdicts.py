@@ -6,9 +6,8 @@ data; the rules are pure functions.
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 from gossipx.launch.hosts import PeerLine
 
 CLOCK = 1.0  # seconds that clocks may differ by, before curves over wall time are visibly shifted
-SLOW = 4.0  # a host is slow below the median rate divided by this: TCP alone does not cause such a difference
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,14 @@ class Host:
         return any(peer.behind_nat for peer in self.peers)
 
 
-def hosts_of(peers: Sequence[PeerLine]) -> list[Host]:
-    """Return the hosts of a hosts file, in the file's order."""
-    names = list(dict.fromkeys(peer.host for peer in peers))
-    return [Host(n, name, tuple(peer for peer in peers if peer.host == name)) for n, name in enumerate(names)]
+def hosts_of(peers: Sequence[PeerLine], resolved: Mapping[str, Sequence[object] | str]) -> list[Host]:
+    """Return the hosts of a hosts file, in the file's order; ``resolved``: see :func:`gossipx.launch.hosts.resolve`."""
+    hosts: list[Host] = []
+    for name in dict.fromkeys(peer.host for peer in peers):
+        lines, found = tuple(peer for peer in peers if peer.host == name), resolved.get(name, ())
+        addresses, error = ((), found) if isinstance(found, str) else (tuple(map(str, found)), "")
+        hosts.append(Host(len(hosts), name, lines, addresses, error))
+    return hosts
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class Line:
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def role(self) -> str:
-        """The role of the peer that answered, "run" or "doctor"; empty if no peer of this hosts file did."""
-        return str(self.facts["role"]) if self.state == "ok" and self.facts else ""
+    def is_doctor(self) -> bool:
+        """Whether a doctor with the same hosts file has answered."""
+        return self.state == "ok" and self.facts["role"] == "doctor"
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,6 @@ class Findings:
     here: Sequence[int]  # numbers of the hosts that are this machine
     facts: dict[str, Any]  # of this doctor
     devices: Sequence[Verdict] = ()
-    tls: bool = False
     model: str = ""  # a title of the model whose fingerprint is in the facts
     fault: str = ""  # the reason why there is no model
     ports: Sequence[Line] = ()
@@ -118,7 +119,7 @@ class Findings:
     @property
     def met(self) -> set[int]:
         """The other hosts whose doctors have answered."""
-        return {host.number for host in self.others if any(line.role == "doctor" for line in self.seen(host))}
+        return {host.number for host in self.others if any(line.is_doctor for line in self.seen(host))}
 
     @property
     def is_behind_nat(self) -> bool:
@@ -169,7 +170,7 @@ def check_host_names(found: Findings) -> Iterator[Verdict]:
 _LOOK = "find the program that listens there (ss -ltnp)"
 REACH = {
     "refused": ("", "start the same command there; if it runs, check its --bind, its port and the firewall"),
-    "timeout": ("", "start that machine; allow TCP port {} (firewall, security group); behind NAT see --advertise"),
+    "timeout": ("it does not answer", "start it; allow TCP port {} (firewall, cloud); behind NAT see --advertise"),
     "no route": ("", "check its address, and the routes on both machines: ip route get"),
     "silent": ("a program listens and does not answer", f"{_LOOK}; check its load, and that both sides have TLS"),
     "closed": ("a program listens and closes the connection", f"{_LOOK}; give both the same secret or --tls-..."),
@@ -183,16 +184,11 @@ REACH = {
     "doctor": ("another gossipx doctor", "stop it, or give the line another port"),
 }
 """Observation and advice by state, for a line that this host cannot reach or a port that it cannot listen on."""
-CUT_OFF = (
-    "it seems to be behind NAT or a firewall: allow TCP port {} there and check its --bind, or write 'nat' on its line"
-    " on all hosts"
-)
+CUT_OFF = "it is behind NAT or a firewall: allow TCP port {} there, check its --bind, or write 'nat' on its line"
 """Advice where nothing answers at a host whose doctor has reached this host."""
 
 
-def _failures(
-    found: Findings, about: str, place: str, lines: Collection[Line], heard: bool = False
-) -> Iterator[Verdict]:
+def _failures(found: Findings, about: str, place: str, lines: Collection[Line], heard: bool) -> Iterator[Verdict]:
     for state, text in dict.fromkeys((line.state, line.text) for line in lines if line.state in REACH):
         ports = _ports(found, [line for line in lines if (line.state, line.text) == (state, text)])
         what, advice = REACH[state]
@@ -207,7 +203,7 @@ def check_ports(found: Findings) -> Iterator[Verdict]:
     """Check that the doctor or a run listens on the port of each line of this host."""
     for host in (found.hosts[number] for number in found.here):
         lines = [port for port in found.ports if port.rank in {peer.rank for peer in host.peers}]
-        yield from _failures(found, "ports", f"port {{}} of {host.name} is not free", lines)
+        yield from _failures(found, "ports", f"port {{}} of {host.name} is not free", lines, False)
         if runs := [port for port in lines if port.state == "run"]:
             text = f"port {_ports(found, runs)} of {host.name}: a run is at work there"
             yield Verdict("note", "ports", text, "the doctor only read its facts")
@@ -233,16 +229,12 @@ def check_reachable(found: Findings) -> Iterator[Verdict]:
 def _behind_nat(found: Findings) -> Iterator[Verdict]:
     """Say which hosts are behind NAT according to the file, and which of these have reached this host."""
     if found.is_behind_nat:
-        gateways = found.names_of(host.number for host in found.others if not host.behind_nat)
-        text = f"{found.own} is behind NAT: it connects to {gateways}"
-        if found.hidden:
-            text += f", and through these to {found.names_of(found.hidden)}, which is behind NAT too"
-        yield Verdict("note", "reach", text, "no other host can connect to it")
+        advice = "it connects to other hosts, and none can connect to it"
+        yield Verdict("note", "reach", f"{found.own} is behind NAT", advice)
         return
     if connected := found.hidden & found.heard:
-        yield Verdict(
-            "ok", "reach", f"{found.names_of(connected)} → {found.own}: behind NAT, and connects to this host"
-        )
+        text = f"{found.names_of(connected)} → {found.own}: behind NAT, and connects to this host"
+        yield Verdict("ok", "reach", text)
     if missing := found.hidden - found.heard:
         text = f"{found.names_of(missing)} → {found.own}: behind NAT, and no probe has arrived"
         yield Verdict("fail", "reach", text, "start the same command there, and see its report")
@@ -283,7 +275,7 @@ def check_clocks(found: Findings) -> Iterator[Verdict]:
     off = {name: offset for name, (offset, error) in ahead.items() if abs(offset) > CLOCK + error}
     for name, offset in off.items():
         text = f"the clock of {name} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} {found.own}'s"
-        why = "certificates may seem expired or not yet valid" if found.tls else "curves over wall time are shifted"
+        why = "curves over wall time are shifted, and certificates may seem expired or not yet valid"
         yield Verdict("warn", "clock", text, f"set both by NTP (timedatectl set-ntp true): {why}")
     if ahead and not off:
         within = max(max(abs(offset), error) for offset, error in ahead.values()) * 1e3
@@ -291,10 +283,7 @@ def check_clocks(found: Findings) -> Iterator[Verdict]:
 
 
 def check_rates(found: Findings) -> Iterator[Verdict]:
-    """Check that a load arrives from each host, at about the same rate."""
-    rate = {name: pair.rate for name, pair in _measurements(found).items() if pair.rate}
-    middle = statistics.median_low(rate.values() or [0.0])
-    slow = {name for name, value in rate.items() if value * SLOW < middle}
+    """Check that a load arrives from each host."""
     for name, pair in _measurements(found).items():
         path = f"{name} → {found.own}"
         if pair.rate == 0:
@@ -304,11 +293,9 @@ def check_rates(found: Findings) -> Iterator[Verdict]:
         elif pair.why:
             level, advice = ("warn", "try again") if pair.latency is None or "busy" in pair.why else ("note", "")
             yield Verdict(level, "bandwidth", f"{path}: no rate was measured, {pair.why}", advice)
-        elif name in slow:
-            text = f"{path}: {bits(rate[name])}, the median is {bits(middle)}"
-            yield Verdict("warn", "bandwidth", text, "check that link: cable, duplex, other traffic, packet loss")
-    if rate and not slow:
-        yield Verdict("ok", "bandwidth", f"{_range_text(rate.values(), bits)} to {found.own}")
+    if rates := [pair.rate for pair in _measurements(found).values() if pair.rate]:
+        extremes = " to ".join(dict.fromkeys(map(bits, (min(rates), max(rates)))))
+        yield Verdict("ok", "bandwidth", f"{extremes} to {found.own}")
 
 
 def check_models(found: Findings) -> Iterator[Verdict]:
@@ -326,15 +313,7 @@ def check_models(found: Findings) -> Iterator[Verdict]:
         yield Verdict("fail", "model", f"the models differ, {listed}", "build the same model on every host")
 
 
-_RULES = (
-    check_host_names,
-    check_ports,
-    check_reachable,
-    check_versions,
-    check_clocks,
-    check_rates,
-    check_models,
-)
+_RULES = (check_host_names, check_ports, check_reachable, check_versions, check_clocks, check_rates, check_models)
 
 
 def _ports(found: Findings, lines: Collection[Line]) -> str:
@@ -344,10 +323,6 @@ def _ports(found: Findings, lines: Collection[Line]) -> str:
 
 def _count(things: Collection[object], what: str) -> str:
     return f"{len(things)} {what}" if len(things) == 1 else f"{len(things)} {what}s"
-
-
-def _range_text(values: Collection[float], shown: Callable[[float], str]) -> str:
-    return " to ".join(dict.fromkeys(map(shown, (min(values), max(values)))))
 
 
 def bits(rate: float) -> str:
