@@ -7,16 +7,20 @@ import ipaddress
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gossipx.errors import UsageError, how_to_install
 from gossipx.launch.hosts import PeerLine, read_hosts
 
-if TYPE_CHECKING:
+try:
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError as error:
+    raise UsageError(f"creating certificates needs cryptography: {how_to_install('certs')}") from error
 
 CA_DAYS = 3650
 """Validity of the CA, in days."""
@@ -37,12 +41,8 @@ def new(directory: Path, hosts: Path) -> list[str]:
         Instructions for the user, one per line.
 
     Raises:
-        UsageError: the package ``cryptography`` is missing, the hosts file is invalid, or the directory is not empty.
+        UsageError: the hosts file is invalid, or the directory is not empty.
     """
-    try:
-        import cryptography  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"creating certificates needs cryptography: {how_to_install('certs')}") from error
     lines = read_hosts(hosts)
     first: dict[str, PeerLine] = {}
     for peer in lines:
@@ -75,70 +75,52 @@ def folder_of(host: str) -> str:
 
 def _create(peers: Sequence[PeerLine], hosts: Path) -> dict[str, bytes]:
     """Return the contents of all files by name."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     key = ec.generate_private_key(ec.SECP256R1())
     # The name is unique, because OpenSSL looks up a CA by its name first.
-    authority = _authority(key, f"gossipx CA {secrets.token_hex(4)}")
-    files = {"ca.pem": _pem(authority), "ca.key": _key_pem(key)}
+    issuer = f"gossipx CA {secrets.token_hex(4)}"
+    constraints = {x509.BasicConstraints(ca=True, path_length=0): True, _usage(signs_certificates=True): True}
+    authority = _signed(key, issuer, key, issuer, CA_DAYS, constraints)
+    files = {"ca.pem": authority, "ca.key": _pem(key)}
     for peer in peers:
         own = ec.generate_private_key(ec.SECP256R1())
-        certificate = _certificate(peer, hosts, own, authority, key)
+        extensions = {
+            _alternative_name(peer, hosts): False,
+            x509.BasicConstraints(ca=False, path_length=None): True,
+            _usage(signs_certificates=False): True,
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]): False,
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()): False,
+        }
         folder = folder_of(peer.host)
         files |= {
-            f"{folder}/cert.pem": _pem(certificate),
-            f"{folder}/key.pem": _key_pem(own),
-            f"{folder}/ca.pem": files["ca.pem"],
+            # X.509 limits the common name to 64 characters. Peers check the alternative name instead.
+            f"{folder}/cert.pem": _signed(own, peer.host[:64], key, issuer, HOST_DAYS, extensions),
+            f"{folder}/key.pem": _pem(own),
+            f"{folder}/ca.pem": authority,
         }
     return files
 
 
-def _authority(key: EllipticCurvePrivateKey, name: str) -> x509.Certificate:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-
-    usage = _usage(signs_certificates=True)
-    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    builder = _builder(name, name, CA_DAYS).public_key(key.public_key())
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(usage, critical=True).add_extension(identifier, critical=False)
-    return builder.sign(key, hashes.SHA256())
-
-
-def _certificate(
-    peer: PeerLine, hosts: Path, own: EllipticCurvePrivateKey, authority: x509.Certificate, key: EllipticCurvePrivateKey
-) -> x509.Certificate:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-    issuer = str(authority.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-    both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-    identifier = x509.SubjectKeyIdentifier.from_public_key(own.public_key())
-    issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
-    # X.509 limits the common name to 64 characters. Peers check the alternative name instead.
-    builder = _builder(peer.host[:64], issuer, HOST_DAYS).public_key(own.public_key())
-    builder = builder.add_extension(_alternative_name(peer, hosts), critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(signs_certificates=False), critical=True).add_extension(both, critical=False)
-    builder = builder.add_extension(identifier, critical=False).add_extension(issued_by, critical=False)
-    return builder.sign(key, hashes.SHA256())
-
-
-def _builder(subject: str, issuer: str, days: int) -> x509.CertificateBuilder:
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
+def _signed(
+    key: ec.EllipticCurvePrivateKey,
+    name: str,
+    by: ec.EllipticCurvePrivateKey,
+    issuer: str,
+    days: int,
+    extensions: Mapping[x509.ExtensionType, bool],
+) -> bytes:
+    """Return a certificate of ``key``, signed with the key ``by``; ``extensions``: with whether each is critical."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in (subject, issuer)]
-    builder = x509.CertificateBuilder().subject_name(names[0]).issuer_name(names[1])
+    subject, signer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, one)]) for one in (name, issuer))
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(signer).public_key(key.public_key())
     builder = builder.serial_number(x509.random_serial_number())
-    return builder.not_valid_before(now - EARLY).not_valid_after(now + datetime.timedelta(days=days))
+    builder = builder.not_valid_before(now - EARLY).not_valid_after(now + datetime.timedelta(days=days))
+    for extension, is_critical in extensions.items():
+        builder = builder.add_extension(extension, is_critical)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    return bytes(builder.sign(by, hashes.SHA256()).public_bytes(Encoding.PEM))
 
 
 def _usage(signs_certificates: bool) -> x509.KeyUsage:
-    from cryptography import x509
-
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         key_cert_sign=signs_certificates,
@@ -153,8 +135,6 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _alternative_name(peer: PeerLine, hosts: Path) -> x509.SubjectAlternativeName:
-    from cryptography import x509
-
     try:
         name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(peer.host.partition("%")[0]))
     except ValueError:
@@ -165,18 +145,8 @@ def _alternative_name(peer: PeerLine, hosts: Path) -> x509.SubjectAlternativeNam
     return x509.SubjectAlternativeName([name])
 
 
-def _pem(certificate: x509.Certificate) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    content: bytes = certificate.public_bytes(Encoding.PEM)
-    return content
-
-
-def _key_pem(key: EllipticCurvePrivateKey) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-    content: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return content
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
 def _write(path: Path, content: bytes) -> None:
