@@ -208,7 +208,7 @@ def lines_here(
         addresses: of each host that is known here.
 
     Raises:
-        UsageError: there are none, or two lines have the same address.
+        UsageError: no line is, or two lines have the same address.
     """
     if advertise is not None:
         here = [peer for peer in peers if peer.host == advertise.strip("[]")]

@@ -347,7 +347,7 @@ def test_hosts_cannot_lead_out_of_the_directory(tmp_path: Path) -> None:
             made(tmp_path, f"{host}\n")
     assert certs.folder_of("fd00::7/../ada") == "host-fd00--7-..-ada"
     with pytest.raises(UsageError, match="two host names give the same directory name"):
-        made(tmp_path / "certs", "a/b\na;b\n")
+        made(tmp_path, "a;b\na$b\n")
 
 
 def test_a_host_that_no_certificate_can_name_is_reported_with_its_line(tmp_path: Path) -> None:

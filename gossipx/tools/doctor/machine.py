@@ -43,7 +43,7 @@ def check_devices(host: str, peers: Sequence[PeerLine], default: str) -> Iterato
 def described_model(
     settings: RunConfig, peers: int, file: Path, first: PeerLine, script: list[str] | None
 ) -> tuple[str, str, str]:
-    """Return a title of the model that peer ``first`` would train, its tensors by line, and why there are none."""
+    """Return a title of the model that peer ``first`` would train, its tensors by line, and why they are missing."""
     if script is None:
         return "", "", ""
     check_script(script)
