@@ -28,21 +28,7 @@ from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.membership import Requests
 from gossipx.peer.pulls import PullExchange
 from gossipx.peer.server_role import Metrics, ServerRole
-from gossipx.protocol.effects import (
-    Adopt,
-    Answer,
-    Cancel,
-    Capture,
-    Effect,
-    Forget,
-    Keep,
-    Merge,
-    Mix,
-    Note,
-    Resume,
-    Stop,
-    Wait,
-)
+from gossipx.protocol import effects
 from gossipx.protocol.events import Merged, Received
 from gossipx.protocol.messages import BusyReply, CentreRequest, ElasticRequest, ModelReply, NotReadyReply, Reply
 from gossipx.settings.modes import Elastic, Mode
@@ -121,10 +107,10 @@ class ElasticExchange(Exchange, ServerRole):
 
     # --- the worker -------------------------------------------------------------------------------
 
-    def start_serving(self, now: float) -> list[Effect]:
+    def start_serving(self, now: float) -> list[effects.Effect]:
         return self.centre.begin() if self.centre else []
 
-    def begin(self, now: float) -> list[Effect]:
+    def begin(self, now: float) -> list[effects.Effect]:
         if not self.trains:
             return []
         hub = self._context.members.others.get(self._hub)
@@ -138,40 +124,40 @@ class ElasticExchange(Exchange, ServerRole):
         request = ElasticRequest(self._context.incarnation, next(self._numbers), self._context.step, patience)
         send = self._context.requests.send(self._hub, request, now, now + patience)
         self._current = _Elastic(send.ticket)
-        return [Wait(), send] if self._context.blocking else [send]
+        return [effects.Wait(), send] if self._context.blocking else [send]
 
     def _patience(self) -> float:
         members = self._context.members
         return members.model_timeout if self._is_hub else members.patience(self._hub)
 
-    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
+    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[effects.Effect]:
         if ticket == self._centre_ticket:
             if not isinstance(reply, ModelReply):
                 return self._centre_failed(ticket, now)
-            return [Adopt(ticket, None if self.trains else reply.step)]
+            return [effects.Adopt(ticket, None if self.trains else reply.step)]
         current = self._current
         if current is None or current.ticket != ticket:
-            return [Forget(ticket)]
+            return [effects.Forget(ticket)]
         if isinstance(reply, ModelReply):
             current.has_centre = True
-            return [Resume()] if self._context.blocking else []
+            return [effects.Resume()] if self._context.blocking else []
         if isinstance(reply, NotReadyReply) and not self._is_hub:
             self._context.members.back_off(to, now)
         return self._request_failed(fault=not isinstance(reply, BusyReply))
 
-    def failed(self, ticket: int, now: float) -> list[Effect]:
+    def failed(self, ticket: int, now: float) -> list[effects.Effect]:
         if ticket == self._centre_ticket:
             return self._centre_failed(ticket, now)
         if self._current is None or self._current.ticket != ticket:
-            return [Forget(ticket)]
+            return [effects.Forget(ticket)]
         return self._request_failed(fault=True)
 
-    def _request_failed(self, fault: bool) -> list[Effect]:
+    def _request_failed(self, fault: bool) -> list[effects.Effect]:
         current, self._current = self._current, None
         assert current is not None
-        return [Forget(current.ticket), *self._give_up_decision(fault)]
+        return [effects.Forget(current.ticket), *self._give_up_decision(fault)]
 
-    def mix(self, at_boundary: bool) -> Mix | None:
+    def mix(self, at_boundary: bool) -> effects.Mix | None:
         current = self._current
         if current is None:
             return self._pulls.mix(at_boundary)
@@ -179,7 +165,7 @@ class ElasticExchange(Exchange, ServerRole):
         if not (at_boundary or self._ending) or not current.has_centre or current.is_mixing:
             return None
         current.is_mixing = True
-        return Mix(current.ticket, self._alpha)
+        return effects.Mix(current.ticket, self._alpha)
 
     def mixed(self, ticket: int) -> bool:
         if self._current is None or self._current.ticket != ticket:
@@ -188,7 +174,7 @@ class ElasticExchange(Exchange, ServerRole):
         self._context.sync.completed()
         return True
 
-    def timer_fired(self, name: str, now: float) -> list[Effect]:
+    def timer_fired(self, name: str, now: float) -> list[effects.Effect]:
         return self._pulls.timer_fired(name, now)
 
     # --- the hub ----------------------------------------------------------------------------------
@@ -201,7 +187,7 @@ class ElasticExchange(Exchange, ServerRole):
     def metrics(self) -> Metrics:
         return {"hub/exchanges": (self.centre.step, self.centre.exchanges)} if self.centre else {}
 
-    def requested(self, event: Received, now: float) -> list[Effect]:
+    def requested(self, event: Received, now: float) -> list[effects.Effect]:
         if self.centre is None:
             return [self._answer(event.key, NotReadyReply("it is not the hub: give all peers the same --hub"), now)]
         worker = self._context.members.others.get(event.sender)
@@ -209,44 +195,44 @@ class ElasticExchange(Exchange, ServerRole):
             return [self._answer(event.key, NotReadyReply("the requester's last model held NaN or Inf"), now)]
         return self.centre.requested(event, now)
 
-    def merged(self, event: Merged, now: float) -> list[Effect] | None:
+    def merged(self, event: Merged, now: float) -> list[effects.Effect] | None:
         sender = self.centre.merging if self.centre else None
         taken = self.centre.merged(event, now) if self.centre else None
         if taken is not None and not event.sound and (worker := self._context.members.others.get(sender or 0)):
             worker.suspended_until = now + self._context.timeout
         return taken
 
-    def initial_model_requested(self, event: Received, now: float) -> list[Effect] | None:
+    def initial_model_requested(self, event: Received, now: float) -> list[effects.Effect] | None:
         """Make a hub that does not train answer with its centre, instead of its own initial model."""
         if self.trains or self.centre is None or not self.centre.ticket:
             return None
         self._initial.append(event)
         return self._ask_for_centre(now) if self._centre_ticket is None else []
 
-    def peer_left(self, rank: int, now: float) -> list[Effect]:
+    def peer_left(self, rank: int, now: float) -> list[effects.Effect]:
         return self.peer_lost(rank, now)
 
-    def peer_lost(self, rank: int, now: float) -> list[Effect]:
+    def peer_lost(self, rank: int, now: float) -> list[effects.Effect]:
         if rank != self._hub or self._lost != "stop":
             return []
-        return [Stop(f"the hub, peer {rank}, is gone, and --hub-lost is stop"), Resume()]
+        return [effects.Stop(f"the hub, peer {rank}, is gone, and --hub-lost is stop"), effects.Resume()]
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def end(self, now: float) -> list[Effect]:
+    def end(self, now: float) -> list[effects.Effect]:
         self._ending = True
         return self._pulls.end(now)
 
-    def drop(self, now: float) -> list[Effect]:
+    def drop(self, now: float) -> list[effects.Effect]:
         dropped = self._pulls.drop(now)
         current, self._current = self._current, None
         if current is not None:
             open_still = self._context.requests.is_open(current.ticket)
-            dropped.append(Cancel(current.ticket) if open_still else Forget(current.ticket))
+            dropped.append(effects.Cancel(current.ticket) if open_still else effects.Forget(current.ticket))
         self._context.sync.abandoned(failed=False)
         return dropped
 
-    def fetch_final_model(self, now: float) -> list[Effect] | None:
+    def fetch_final_model(self, now: float) -> list[effects.Effect] | None:
         """Adopt the centre, which is the final model of every peer."""
         hub = self._context.members.others.get(self._hub)
         if hub is not None and hub.silent:
@@ -254,30 +240,33 @@ class ElasticExchange(Exchange, ServerRole):
             return None
         return self._ask_for_centre(now)
 
-    def _ask_for_centre(self, now: float) -> list[Effect]:
+    def _ask_for_centre(self, now: float) -> list[effects.Effect]:
         patience = self._patience()
         send = self._context.requests.send(self._hub, CentreRequest(patience), now, now + patience)
         self._centre_ticket = send.ticket
         return [send]
 
-    def adopted(self, ticket: int, now: float) -> list[Effect] | None:
+    def adopted(self, ticket: int, now: float) -> list[effects.Effect] | None:
         if ticket != self._centre_ticket:
             return None
         self._centre_ticket = None
-        return self._answer_initial(now) if self._initial else [Resume()]
+        return self._answer_initial(now) if self._initial else [effects.Resume()]
 
-    def _centre_failed(self, ticket: int, now: float) -> list[Effect]:
+    def _centre_failed(self, ticket: int, now: float) -> list[effects.Effect]:
         self._centre_ticket = None
         if self._is_hub:
-            note = Note("centre", "the hub's centre is not available: this peer keeps its own model")
-            return [Forget(ticket), note, *(self._answer_initial(now) if self._initial else [Resume()])]
+            note = effects.Note("centre", "the hub's centre is not available: this peer keeps its own model")
+            return [effects.Forget(ticket), note, *(self._answer_initial(now) if self._initial else [effects.Resume()])]
         self.failed_source = self._hub
-        return [Forget(ticket), Note("centre", "the hub sent no centre: the mean of all models is used instead")]
+        return [
+            effects.Forget(ticket),
+            effects.Note("centre", "the hub sent no centre: the mean of all models is used instead"),
+        ]
 
-    def _answer_initial(self, now: float) -> list[Effect]:
+    def _answer_initial(self, now: float) -> list[effects.Effect]:
         initial, self._initial = self._initial, []
         deadline = now + self._context.members.model_timeout
-        return [Answer(event.key, ModelReply(0), deadline, whole_model=True) for event in initial]
+        return [effects.Answer(event.key, ModelReply(0), deadline, whole_model=True) for event in initial]
 
 
 @dataclass
@@ -311,12 +300,12 @@ class Centre:
         self._merging: _Waiting | None = None
         self._waiting: deque[_Waiting] = deque()
 
-    def begin(self) -> list[Effect]:
+    def begin(self) -> list[effects.Effect]:
         """Create the centre, as the run starts: the initial model, or the centre saved in a checkpoint."""
         if self.ticket:
             return []
         self.ticket = self._requests.ticket()
-        return [Capture(self.ticket, saved=True)]
+        return [effects.Capture(self.ticket, saved=True)]
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain data; the driver saves the centre itself."""
@@ -326,29 +315,31 @@ class Centre:
         """Restore :meth:`state_dict`."""
         self.exchanges, self.step = state["exchanges"], state["step"]
 
-    def requested(self, event: Received, now: float) -> list[Effect]:
+    def requested(self, event: Received, now: float) -> list[effects.Effect]:
         """Handle an ElasticRequest or a CentreRequest."""
         assert isinstance(event.request, ElasticRequest | CentreRequest)
         if not self.ticket:
             # A worker may start before the last message of the START barrier reaches the hub.
-            return [Answer(event.key, BusyReply(), now + event.request.patience)]
+            return [effects.Answer(event.key, BusyReply(), now + event.request.patience)]
         if isinstance(event.request, CentreRequest):
-            return [Answer(event.key, ModelReply(self.step), now + event.request.patience, captured=self.ticket)]
+            return [
+                effects.Answer(event.key, ModelReply(self.step), now + event.request.patience, captured=self.ticket)
+            ]
         name = event.request.incarnation, event.request.number
         latest = self._latest.get(event.sender)
         if latest is not None and latest[0] == name[0] and latest[1] >= name[1]:
-            return [Answer(event.key, NotReadyReply("it has already merged that model"), now + 1)]
+            return [effects.Answer(event.key, NotReadyReply("it has already merged that model"), now + 1)]
         self._latest[event.sender] = name
         ticket = self._requests.ticket()
         self._waiting.append(_Waiting(event, ticket))
-        return [Keep(event.key, ticket), *self._next(now)]
+        return [effects.Keep(event.key, ticket), *self._next(now)]
 
     @property
     def merging(self) -> int | None:
         """The rank of the worker whose model is being merged; None if none is."""
         return None if self._merging is None else self._merging.event.sender
 
-    def merged(self, event: Merged, now: float) -> list[Effect] | None:
+    def merged(self, event: Merged, now: float) -> list[effects.Effect] | None:
         """Handle the end of a merge; it failed if the model holds NaN or Inf. Return None if the merge is not ours."""
         if self._merging is None or event.ticket != self._merging.ticket:
             return None
@@ -356,7 +347,7 @@ class Centre:
         self.exchanges += event.sound
         return self._next(now)
 
-    def _next(self, now: float) -> list[Effect]:
+    def _next(self, now: float) -> list[effects.Effect]:
         """Start the next merge unless one is under way: each exchange must see the result of the one before."""
         if self._merging is not None or not self._waiting:
             return []
@@ -367,5 +358,5 @@ class Centre:
         self.step = max(self.step, request.step)
         reply, ticket = ModelReply(self.step), waiting.ticket
         # The answer comes before the merge, so it carries the centre as it was.
-        given = Answer(waiting.event.key, reply, now + request.patience, captured=self.ticket)
-        return [given, Merge(ticket, self.ticket, own=1 - self._share, theirs=self._share)]
+        given = effects.Answer(waiting.event.key, reply, now + request.patience, captured=self.ticket)
+        return [given, effects.Merge(ticket, self.ticket, own=1 - self._share, theirs=self._share)]

@@ -10,15 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.protocol.messages import (
-    LAST_WAVE,
-    WHOLE,
-    PairRequest,
-    PullRequest,
-    PushRequest,
-    Request,
-    RoundRequest,
-)
+from gossipx.protocol import messages
 
 OTHER_FRAGMENTS = "it exchanges other fragments of its model: give all peers the same --fragments"
 
@@ -34,7 +26,7 @@ class FragmentOrder:
     """
 
     def __init__(self, fragments: int = 1):
-        self.order = list(range(1, fragments + 1)) if fragments > 1 else [WHOLE]
+        self.order = list(range(1, fragments + 1)) if fragments > 1 else [messages.WHOLE]
 
     def __contains__(self, fragment: int) -> bool:
         """Return whether exchanges of this run move ``fragment``."""
@@ -51,14 +43,18 @@ class FragmentOrder:
 
     def of_wave(self, number: int) -> int:
         """Return the fragment of a wave."""
-        return WHOLE if number == LAST_WAVE else sorted(self.order)[(number - 1) % len(self.order)]
+        return messages.WHOLE if number == messages.LAST_WAVE else sorted(self.order)[(number - 1) % len(self.order)]
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: messages.Request) -> bool:
         """Return whether the fragment that a received request names, if any, is one that this run exchanges."""
         match request:
-            case PullRequest(fragment=fragment) | PushRequest(fragment=fragment) | PairRequest(fragment=fragment):
+            case (
+                messages.PullRequest(fragment=fragment)
+                | messages.PushRequest(fragment=fragment)
+                | messages.PairRequest(fragment=fragment)
+            ):
                 return fragment in self
-            case RoundRequest(wave=wave, fragment=fragment):
+            case messages.RoundRequest(wave=wave, fragment=fragment):
                 return fragment == self.of_wave(wave)
         return True
 

@@ -26,20 +26,8 @@ from collections.abc import Hashable
 
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.membership import FIRST_BACKOFF
-from gossipx.protocol.effects import Answer, Capture, Effect, Forget, SetTimer
+from gossipx.protocol import effects, messages
 from gossipx.protocol.events import Received
-from gossipx.protocol.messages import (
-    AcceptReply,
-    BusyReply,
-    ExchangeRequest,
-    ModelReply,
-    NotReadyReply,
-    PairRequest,
-    PushRequest,
-    Reply,
-    SettleRequest,
-    TakeRequest,
-)
 
 OFFER_SHARE = 1 / 10
 """Deadline for replies to offers and to a push's SettleRequest, as a share of peer_timeout (3 s of 30 s): these
@@ -70,17 +58,17 @@ class InboundExchange:
     """
 
     def __init__(self, context: PeerContext, offer: Received):
-        assert isinstance(offer.request, PushRequest | PairRequest)
+        assert isinstance(offer.request, messages.PushRequest | messages.PairRequest)
         self.sender = offer.sender
         self.ticket = 0
         self.fragment = offer.request.fragment
-        self.reply = ModelReply(0)
+        self.reply = messages.ModelReply(0)
         self.phase = OfferPhase.FETCHING
         self._incarnation, self._number = offer.request.incarnation, offer.request.number
         self._context = context
         self._fetching = False  # our TakeRequest has no reply yet
         self._settling: int | None = None  # the ticket of our open SettleRequest
-        self._is_pair = isinstance(offer.request, PairRequest)  # a pair: our model is fetched too
+        self._is_pair = isinstance(offer.request, messages.PairRequest)  # a pair: our model is fetched too
         self._settle_deadline = math.inf  # set at the end of training: then it is settled without a reply
         self._pair_deadline = math.inf  # the same limit for a pair, also while training
 
@@ -93,34 +81,34 @@ class InboundExchange:
         """Return whether ``offer`` repeats the offer of this exchange, or is another request about it."""
         return _names(offer, self.sender, self._incarnation, self._number, self.fragment)
 
-    def start(self, now: float) -> list[Effect]:
+    def start(self, now: float) -> list[effects.Effect]:
         """Request the model."""
-        take = TakeRequest(self._incarnation, self._number, fragment=self.fragment)
+        take = messages.TakeRequest(self._incarnation, self._number, fragment=self.fragment)
         deadline = now + self._context.members.patience(self.sender)
         send = self._context.requests.send(self.sender, take, now, deadline)
         self.ticket, self._fetching = send.ticket, True
-        return [Capture(send.ticket, fragment=self.fragment), send] if self._is_pair else [send]
+        return [effects.Capture(send.ticket, fragment=self.fragment), send] if self._is_pair else [send]
 
     def awaits(self, ticket: int) -> bool:
         """Return whether ``ticket`` is an open request of this exchange."""
         return ticket == self._settling or (ticket == self.ticket and self.phase is OfferPhase.FETCHING)
 
-    def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
+    def replied(self, ticket: int, reply: messages.Reply, now: float) -> list[effects.Effect]:
         """Handle the reply to a request of this exchange."""
         if ticket == self._settling:
             self._settling = None
-            if isinstance(reply, AcceptReply):
+            if isinstance(reply, messages.AcceptReply):
                 self.phase = OfferPhase.SETTLED
                 return []
             return self.forget()
         self._fetching = False
-        if isinstance(reply, ModelReply):
+        if isinstance(reply, messages.ModelReply):
             self.reply = reply
             self.phase = OfferPhase.SETTLING
             return self._settle(now)
         return self.forget()
 
-    def failed(self, ticket: int, now: float) -> list[Effect]:
+    def failed(self, ticket: int, now: float) -> list[effects.Effect]:
         """Handle a request of this exchange that failed."""
         if ticket == self.ticket:
             self._fetching = False
@@ -141,13 +129,13 @@ class InboundExchange:
         retry_at = (
             sender.backoff_until if self._settle_deadline == math.inf else now + FIRST_BACKOFF * self._context.timeout
         )
-        return [SetTimer(SETTLE, min(retry_at, self._settle_deadline, self._pair_deadline))]
+        return [effects.SetTimer(SETTLE, min(retry_at, self._settle_deadline, self._pair_deadline))]
 
-    def retry_settle(self, now: float) -> list[Effect]:
+    def retry_settle(self, now: float) -> list[effects.Effect]:
         """Send another SettleRequest if the exchange is in doubt and none is open."""
         return self._settle(now) if self.phase is OfferPhase.SETTLING and self._settling is None else []
 
-    def end(self, now: float) -> list[Effect]:
+    def end(self, now: float) -> list[effects.Effect]:
         """Handle the end of training: abandon a model that has not arrived; else repeat the SettleRequest at once.
 
         It is repeated for peer_timeout, since others wait for us that long; only once if the sender is already lost.
@@ -160,20 +148,20 @@ class InboundExchange:
         self._settle_deadline = now if lost else now + self._context.timeout
         return self._settle(now)
 
-    def decline(self, now: float, ended: bool = False) -> list[Effect]:
+    def decline(self, now: float, ended: bool = False) -> list[effects.Effect]:
         """Abandon the exchange and tell the initiator, so that it need not wait; ``ended``: because training ended."""
-        declined = SettleRequest(self._incarnation, self._number, taken=False, ended=ended)
+        declined = messages.SettleRequest(self._incarnation, self._number, taken=False, ended=ended)
         send = self._context.requests.send(self.sender, declined, now, now + self._context.timeout * OFFER_SHARE)
         return [*self.forget(), send]
 
-    def forget(self) -> list[Effect]:
+    def forget(self) -> list[effects.Effect]:
         """Abandon the exchange. If the model is still being fetched, its ticket is released when the reply arrives."""
         self.phase = OfferPhase.OVER
         self._settling = None
-        return [] if self._fetching else [Forget(self.ticket)]
+        return [] if self._fetching else [effects.Forget(self.ticket)]
 
-    def _settle(self, now: float) -> list[Effect]:
-        request = SettleRequest(self._incarnation, self._number, taken=True)
+    def _settle(self, now: float) -> list[effects.Effect]:
+        request = messages.SettleRequest(self._incarnation, self._number, taken=True)
         patience = self._context.timeout * OFFER_SHARE
         if self._is_pair:  # the initiator replies once it has our model
             patience = self._context.members.patience(self.sender, outgoing=True)
@@ -194,14 +182,14 @@ class Offers(Exchange):
         self._settled: dict[int, int] = {}  # number of our last settled offer, by acceptor
 
     @abc.abstractmethod
-    def give_up(self, now: float) -> list[Effect]:
+    def give_up(self, now: float) -> list[effects.Effect]:
         """Abandon the exchange that we initiated: its deadline has passed."""
 
     @abc.abstractmethod
-    def retry_settle(self, now: float) -> list[Effect]:
+    def retry_settle(self, now: float) -> list[effects.Effect]:
         """Repeat the open SettleRequests: a back-off is over."""
 
-    def timer_fired(self, name: str, now: float) -> list[Effect]:
+    def timer_fired(self, name: str, now: float) -> list[effects.Effect]:
         return self.give_up(now) if name == OFFER else self.retry_settle(now)
 
     def _draw(
@@ -227,27 +215,27 @@ class Offers(Exchange):
 
     def _is_settled(self, event: Received) -> bool:
         """Return whether ``event`` repeats the SettleRequest of an offer that is settled."""
-        assert isinstance(event.request, ExchangeRequest)
+        assert isinstance(event.request, messages.ExchangeRequest)
         number = event.request.number
         return event.request.incarnation == self._context.incarnation and self._settled.get(event.sender) == number
 
-    def _accept(self, key: Hashable, now: float) -> Answer:
-        return self._answer(key, AcceptReply(), now)
+    def _accept(self, key: Hashable, now: float) -> effects.Answer:
+        return self._answer(key, messages.AcceptReply(), now)
 
-    def _busy(self, key: Hashable, now: float) -> Answer:
-        return self._answer(key, BusyReply(), now)
+    def _busy(self, key: Hashable, now: float) -> effects.Answer:
+        return self._answer(key, messages.BusyReply(), now)
 
-    def _refuse(self, key: Hashable, now: float) -> Answer:
+    def _refuse(self, key: Hashable, now: float) -> effects.Answer:
         """Return the answer to a request about an exchange that we have given up: Busy, if training has ended."""
         if self._ending:  # which is no failure of the partner's exchange
             return self._busy(key, now)
-        return self._answer(key, NotReadyReply("the exchange was given up"), now)
+        return self._answer(key, messages.NotReadyReply("the exchange was given up"), now)
 
 
 def _names(event: Received, sender: int, incarnation: int, number: int, fragment: int) -> bool:
     """Return whether a request of ``sender`` names the offer with this incarnation, number and fragment."""
     request = event.request
-    assert isinstance(request, ExchangeRequest)
-    if not isinstance(request, SettleRequest) and request.fragment != fragment:
+    assert isinstance(request, messages.ExchangeRequest)
+    if not isinstance(request, messages.SettleRequest) and request.fragment != fragment:
         return False
     return (event.sender, request.incarnation, request.number) == (sender, incarnation, number)

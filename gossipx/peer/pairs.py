@@ -19,19 +19,9 @@ from dataclasses import dataclass, field
 from gossipx.mixing import Mixing
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.offers import OFFER, OFFER_SHARE, InboundExchange, OfferPhase, Offers
+from gossipx.protocol import messages
 from gossipx.protocol.effects import Capture, Effect, Forget, Mix, Resume, SetTimer, Wait
 from gossipx.protocol.events import Received
-from gossipx.protocol.messages import (
-    AcceptReply,
-    BusyReply,
-    ExchangeRequest,
-    ModelReply,
-    NotReadyReply,
-    PairRequest,
-    Reply,
-    SettleRequest,
-    TakeRequest,
-)
 
 
 @dataclass
@@ -72,7 +62,7 @@ class PairExchange(Offers):
         mixing: the share of the other model; any other value than ½ leaves the two models apart.
     """
 
-    request_types = (PairRequest, TakeRequest, SettleRequest)
+    request_types = (messages.PairRequest, messages.TakeRequest, messages.SettleRequest)
 
     def __init__(self, context: PeerContext, mixing: Mixing):
         super().__init__(context)
@@ -108,7 +98,7 @@ class PairExchange(Offers):
         number, fragment = next(self._numbers), self._context.fragment_order.next
         # In blocking mode a peer replies at its next step boundary.
         patience = self._context.timeout * (1 if self._context.blocking else OFFER_SHARE)
-        request = PairRequest(self._context.incarnation, number, fragment)
+        request = messages.PairRequest(self._context.incarnation, number, fragment)
         send = self._context.requests.send(to, request, now, now + patience)
         self._outbound = _OutboundExchange(to, number, fragment, send.ticket, tried | {to}, fault)
         return [send]
@@ -120,7 +110,7 @@ class PairExchange(Offers):
         if outbound.ticket is not None:
             return []
         incoming, outgoing = (self._context.members.patience(outbound.partner, sending) for sending in (False, True))
-        take = TakeRequest(self._context.incarnation, outbound.number, fragment=outbound.fragment)
+        take = messages.TakeRequest(self._context.incarnation, outbound.number, fragment=outbound.fragment)
         send = self._context.requests.send(outbound.partner, take, now, now + incoming)
         outbound.ticket, outbound.is_fetching = send.ticket, True
         waiting, self._waiting = self._waiting, []
@@ -211,21 +201,21 @@ class PairExchange(Offers):
         )
 
     def requested(self, event: Received, now: float) -> list[Effect]:
-        if isinstance(event.request, PairRequest):
+        if isinstance(event.request, messages.PairRequest):
             return self._offered(event, now)
-        assert isinstance(event.request, ExchangeRequest)
+        assert isinstance(event.request, messages.ExchangeRequest)
         outbound, request = self._outbound, event.request
-        if self._inbound and self._inbound.repeats(event) and isinstance(request, TakeRequest):
-            return [self._context.outgoing.answer(event, ModelReply(0), self._inbound.ticket, now)]
+        if self._inbound and self._inbound.repeats(event) and isinstance(request, messages.TakeRequest):
+            return [self._context.outgoing.answer(event, messages.ModelReply(0), self._inbound.ticket, now)]
         if outbound is None or not self._is_about(event, outbound.partner, outbound.number, outbound.fragment):
-            if isinstance(request, SettleRequest) and self._is_settled(event):
+            if isinstance(request, messages.SettleRequest) and self._is_settled(event):
                 return [self._accept(event.key, now)]
             return [self._refuse(event.key, now)]
-        if isinstance(request, TakeRequest):
+        if isinstance(request, messages.TakeRequest):
             entered = self._accepted(now)
             assert outbound.ticket is not None
-            return [*entered, self._context.outgoing.answer(event, ModelReply(0), outbound.ticket, now)]
-        assert isinstance(request, SettleRequest)
+            return [*entered, self._context.outgoing.answer(event, messages.ModelReply(0), outbound.ticket, now)]
+        assert isinstance(request, messages.SettleRequest)
         if outbound.phase is not OfferPhase.FETCHING:
             return [self._accept(event.key, now)]
         if not request.taken:
@@ -246,24 +236,26 @@ class PairExchange(Offers):
 
     # --- both directions --------------------------------------------------------------------------
 
-    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
+    def replied(self, ticket: int, to: int, reply: messages.Reply, now: float) -> list[Effect]:
         if self._inbound and self._inbound.awaits(ticket):
-            return self._prune(self._inbound.replied(ticket, reply, now), fault=not isinstance(reply, BusyReply))
+            return self._prune(
+                self._inbound.replied(ticket, reply, now), fault=not isinstance(reply, messages.BusyReply)
+            )
         outbound = self._outbound
         if outbound is not None and ticket == outbound.offer:
-            if isinstance(reply, AcceptReply):
+            if isinstance(reply, messages.AcceptReply):
                 return self._accepted(now)
             if outbound.ticket is not None:
                 return []  # overtaken by the partner's TakeRequest
-            if isinstance(reply, NotReadyReply):
+            if isinstance(reply, messages.NotReadyReply):
                 self._context.members.back_off(to, now)
             return self._try_next(now, fault=False)
         if outbound is not None and ticket == outbound.ticket:
             outbound.is_fetching = False
-            outbound.has_model = isinstance(reply, ModelReply)
+            outbound.has_model = isinstance(reply, messages.ModelReply)
             if outbound.has_model:
                 return self._settle(now)
-            return self._try_next(now, fault=not isinstance(reply, BusyReply))
+            return self._try_next(now, fault=not isinstance(reply, messages.BusyReply))
         return [Forget(ticket)]
 
     def failed(self, ticket: int, now: float) -> list[Effect]:

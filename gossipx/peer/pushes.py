@@ -21,18 +21,9 @@ from dataclasses import dataclass, field
 from gossipx.mixing import Mixing
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.offers import OFFER, OFFER_SHARE, InboundExchange, OfferPhase, Offers
+from gossipx.protocol import messages
 from gossipx.protocol.effects import Capture, Effect, Forget, Mix, MoveReference, Resume, SetTimer, Wait
 from gossipx.protocol.events import Answered, Received
-from gossipx.protocol.messages import (
-    AcceptReply,
-    ExchangeRequest,
-    ModelReply,
-    NotReadyReply,
-    PushRequest,
-    Reply,
-    SettleRequest,
-    TakeRequest,
-)
 
 LEAST_WEIGHT = 2.0**-20
 """A peer with a smaller push-sum weight pushes nothing until it has received some: its own training would hardly count
@@ -80,7 +71,7 @@ class PushExchange(Offers):
         max_pushes: number of pushes taken in at a time.
     """
 
-    request_types = (PushRequest, TakeRequest, SettleRequest)
+    request_types = (messages.PushRequest, messages.TakeRequest, messages.SettleRequest)
 
     def __init__(
         self, context: PeerContext, mixing: Mixing, shares: Mapping[int, float], push_sum: bool, max_pushes: int
@@ -118,7 +109,7 @@ class PushExchange(Offers):
 
     def _send(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
         number, fragment = next(self._numbers), self._context.fragment_order.next
-        request = PushRequest(self._context.incarnation, number, fragment)
+        request = messages.PushRequest(self._context.incarnation, number, fragment)
         deadline = now + self._context.members.patience(to, outgoing=True)
         send = self._context.requests.send(to, request, now, now + self._context.timeout * OFFER_SHARE)
         weight = self.weight / 2 if self._push_sum else 1.0
@@ -144,20 +135,20 @@ class PushExchange(Offers):
         return self._try_next(now) if self._offer and self._offer.to == rank else []
 
     def requested(self, event: Received, now: float) -> list[Effect]:
-        if isinstance(event.request, PushRequest):
+        if isinstance(event.request, messages.PushRequest):
             return self._offered(event, now)
-        assert isinstance(event.request, ExchangeRequest)
+        assert isinstance(event.request, messages.ExchangeRequest)
         offer, request = self._offer, event.request
         if offer is None or not self._is_about(event, offer.to, offer.number, offer.fragment):
-            if isinstance(request, SettleRequest) and self._is_settled(event):
+            if isinstance(request, messages.SettleRequest) and self._is_settled(event):
                 return [self._accept(event.key, now)]
             return [self._refuse(event.key, now)]
-        if isinstance(request, TakeRequest):
+        if isinstance(request, messages.TakeRequest):
             offer.is_requested = True
             offer.answers.add(event.key)
             # The driver fills in the step of the captured model.
-            return [self._context.outgoing.answer(event, ModelReply(0, offer.weight), offer.ticket, now)]
-        assert isinstance(request, SettleRequest)
+            return [self._context.outgoing.answer(event, messages.ModelReply(0, offer.weight), offer.ticket, now)]
+        assert isinstance(request, messages.SettleRequest)
         if not request.taken:
             return [self._refuse(event.key, now), *self._try_next(now, fault=not request.ended)]
         self._offer = None
@@ -201,15 +192,15 @@ class PushExchange(Offers):
     def _awaiting(self, ticket: int) -> InboundExchange | None:
         return next((inbound for inbound in self._inbound if inbound.awaits(ticket)), None)
 
-    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
+    def replied(self, ticket: int, to: int, reply: messages.Reply, now: float) -> list[Effect]:
         if inbound := self._awaiting(ticket):
             return self._prune(inbound.replied(ticket, reply, now))
         offer = self._offer
         if offer is None or offer.ticket != ticket:
             return [Forget(ticket)]
-        if offer.is_requested or isinstance(reply, AcceptReply):
+        if offer.is_requested or isinstance(reply, messages.AcceptReply):
             return []  # the receiver has sent its TakeRequest, or will
-        if isinstance(reply, NotReadyReply):
+        if isinstance(reply, messages.NotReadyReply):
             self._context.members.back_off(to, now)
         return self._try_next(now, fault=False)
 

@@ -28,18 +28,9 @@ from dataclasses import dataclass, field
 
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.membership import Requests
+from gossipx.protocol import messages
 from gossipx.protocol.effects import Answer, ApplyWave, Capture, Effect, Forget, Merge, Note, SetTimer
 from gossipx.protocol.events import Answered, Received
-from gossipx.protocol.messages import (
-    LAST_WAVE,
-    MAX_WAVE,
-    WHOLE,
-    HereReply,
-    ModelReply,
-    NotReadyReply,
-    RoundRequest,
-    Stage,
-)
 from gossipx.topology import RoundPart, part_in_round, wave_rounds
 
 ROUND_DOUBLINGS = 2
@@ -74,15 +65,15 @@ class WaveSequence:
         """Start a wave, as our policy fired; do nothing if no other peer seems to train or the numbers are used up."""
         members = tuple(sorted([self._context.rank, *self._context.members.in_training(now)]))
         number = max(self._seen, self._heard) + 1
-        may_start = len(members) > 1 and number <= MAX_WAVE
+        may_start = len(members) > 1 and number <= messages.MAX_WAVE
         return self._enter(number, members, step, now) if may_start else []
 
     def join(self, step: int, now: float) -> list[Effect]:
         """Join the latest wave for which a request is waiting, if any."""
-        waiting = [event for event in self._early if _round_request(event).wave != LAST_WAVE]
+        waiting = [event for event in self._early if _round_request(event).wave != messages.LAST_WAVE]
         if self.current is not None or not waiting:
             return []
-        self._early = [event for event in self._early if _round_request(event).wave == LAST_WAVE]
+        self._early = [event for event in self._early if _round_request(event).wave == messages.LAST_WAVE]
         latest = max(_round_request(event).wave for event in waiting)
         members = min(
             (_round_request(event).members for event in waiting if _round_request(event).wave == latest), key=_order
@@ -109,10 +100,10 @@ class WaveSequence:
             members = min(named, key=_order, default=tuple(sorted(here)))
         # No rank counts as missing: a peer at the finish is met even if it was silent before.
         patience = self._patience(members)
-        if WHOLE not in self._context.fragment_order:  # the models of measured transfers were fragments
+        if messages.WHOLE not in self._context.fragment_order:  # the models of measured transfers were fragments
             patience = max(patience, self._context.members.model_timeout)
         self.current = Wave(
-            LAST_WAVE, self._context.rank, members, step, self._context.requests, patience, weight=weight
+            messages.LAST_WAVE, self._context.rank, members, step, self._context.requests, patience, weight=weight
         )
         effects = self.current.begin(now)
         return effects + [effect for event in early for effect in self.current.requested(event, now)]
@@ -186,7 +177,7 @@ class WaveSequence:
 
     def refuse(self, event: Received, reason: str, now: float) -> Answer:
         """Return a refusal of ``event``."""
-        return Answer(event.key, NotReadyReply(reason), now + self._context.timeout)
+        return Answer(event.key, messages.NotReadyReply(reason), now + self._context.timeout)
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -209,7 +200,7 @@ class WaveSequence:
     @property
     def lost_at_end(self) -> int:
         """Rounds of the last wave that were skipped because the partner was missing."""
-        return self.current.lost if self.current is not None and self.current.number == LAST_WAVE else 0
+        return self.current.lost if self.current is not None and self.current.number == messages.LAST_WAVE else 0
 
     # --- completion -------------------------------------------------------------------------------
 
@@ -236,8 +227,8 @@ class WaveSequence:
     def _close(self) -> Forget:
         wave = self.current
         assert wave is not None
-        self._taking_in = wave.number == LAST_WAVE
-        if wave.number != LAST_WAVE:
+        self._taking_in = wave.number == messages.LAST_WAVE
+        if wave.number != messages.LAST_WAVE:
             self.current, self._last = None, wave
             self.lost += wave.lost
             if wave.merged:
@@ -249,8 +240,8 @@ class WaveSequence:
     def give_up(self, reason: str, now: float) -> list[Effect]:
         """Abandon the current wave and refuse waiting requests, except those of the last wave."""
         wave, effects = self.current, list[Effect]()
-        waiting = [event for event in self._early if _round_request(event).wave != LAST_WAVE]
-        self._early = [event for event in self._early if _round_request(event).wave == LAST_WAVE]
+        waiting = [event for event in self._early if _round_request(event).wave != messages.LAST_WAVE]
+        self._early = [event for event in self._early if _round_request(event).wave == messages.LAST_WAVE]
         if wave is not None:
             waiting += wave.take_unanswered()
             self.current, self._taking_in = None, False
@@ -265,8 +256,8 @@ class WaveSequence:
         return [self.refuse(event, reason, now) for event in waiting]
 
 
-def _round_request(event: Received) -> RoundRequest:
-    assert isinstance(event.request, RoundRequest)
+def _round_request(event: Received) -> messages.RoundRequest:
+    assert isinstance(event.request, messages.RoundRequest)
     return event.request
 
 
@@ -344,7 +335,7 @@ class Wave:
         patience: float,
         missing: Iterable[int] = (),
         weight: float = 1.0,
-        fragment: int = WHOLE,
+        fragment: int = messages.WHOLE,
     ):
         self.number = number
         self.members = members
@@ -361,7 +352,7 @@ class Wave:
         self._rounds = wave_rounds(len(members))
         # While training, partners among a power of two average equally, even after a lost round: the sum of models is
         # conserved. In the last wave, or for other sizes, weights make the result the mean of all models reached.
-        self._equal_weights = number != LAST_WAVE and len(members) == 1 << self._rounds
+        self._equal_weights = number != messages.LAST_WAVE and len(members) == 1 << self._rounds
         self._entered = -1  # last round that was entered or skipped
         self._round: _Round | None = None
         self._missing = set(missing)
@@ -370,7 +361,7 @@ class Wave:
     @property
     def name(self) -> str:
         """The wave's name in log messages."""
-        return "the finish" if self.number == LAST_WAVE else f"wave {self.number}"
+        return "the finish" if self.number == messages.LAST_WAVE else f"wave {self.number}"
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -389,7 +380,7 @@ class Wave:
             partner, part = upcoming
             number = self._entered
             deadline = self._began + (1 + number * ROUND_SLACK) * self._patience
-            request = RoundRequest(self.number, number, self.members, self._fragment)
+            request = messages.RoundRequest(self.number, number, self.members, self._fragment)
             send = self._requests.send(partner, request, now, deadline)
             is_received, is_sent = not part.receives, not part.sends
             self._round = _Round(number, deadline, partner, part, send.ticket, is_received, is_sent=is_sent)
@@ -486,7 +477,7 @@ class Wave:
 
     def requested(self, event: Received, now: float) -> list[Effect]:
         """Handle a request for our model: answer it in the round that it names, now or once we enter that round."""
-        assert isinstance(event.request, RoundRequest)
+        assert isinstance(event.request, messages.RoundRequest)
         request, current = event.request, self._round
         same = (request.wave, request.members) == (self.number, self.members)
         if same and self._entered < request.round < self._rounds:
@@ -495,19 +486,19 @@ class Wave:
         known = same and request.round < self._rounds
         part = part_in_round(self._position, request.round, len(self.members)) if known else None
         if part is not None and not part.sends:  # the partner asks for nothing: it tells us of the wave
-            return [Answer(event.key, HereReply(Stage.TRAIN), now + self._patience)]
+            return [Answer(event.key, messages.HereReply(messages.Stage.TRAIN), now + self._patience)]
         if current is None or not same or (request.round, event.sender) != (current.number, current.partner):
             return [self._refuse(event, now)]
         if current.is_sent or current.is_merging:
             return [self._refuse(event, now)]
         self.has_exchanged = True
         current.answering.add(event.key)
-        receiver = None if self.number == LAST_WAVE else (event.sender, request.bases)
-        reply = ModelReply(self._step, self.weight)
+        receiver = None if self.number == messages.LAST_WAVE else (event.sender, request.bases)
+        reply = messages.ModelReply(self._step, self.weight)
         return [Answer(event.key, reply, current.deadline, captured=self.ticket, receiver=receiver)]
 
     def _refuse(self, event: Received, now: float) -> Answer:
-        refusal = NotReadyReply("it is not in that round, or has other members for that wave")
+        refusal = messages.NotReadyReply("it is not in that round, or has other members for that wave")
         return Answer(event.key, refusal, now + self._patience)
 
     def is_answering(self, key: Hashable) -> bool:

@@ -147,7 +147,7 @@ Joined = Annotated[tuple[JoinedPeer, ...], at_most(MAX_JOINED), printable_text]
 # --- kinds --------------------------------------------------------------------------------------
 
 
-class Fields(Struct, frozen=True, forbid_unknown_fields=True):
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all messages. Each says ``frozen=True`` again: type checkers do not take it from here."""
 
 

@@ -51,23 +51,7 @@ from typing import Annotated
 
 from msgspec import field
 
-from gossipx.protocol.fields import (
-    MAX_METADATA,
-    MAX_MODEL,
-    Count,
-    Digest,
-    Fields,
-    FromZero,
-    Joined,
-    Ranks,
-    Report,
-    Seconds,
-    Sections,
-    Text,
-    Weight,
-    between,
-    kind,
-)
+from gossipx.protocol import fields
 
 
 class Stage(enum.IntEnum):
@@ -99,34 +83,34 @@ def _is_wave(wave: int) -> None:
         raise ValueError(f"is neither a number up to {MAX_WAVE} nor that of the last wave")
 
 
-AnyWave = Annotated[int, between(1, LAST_WAVE), _is_wave]
-PastWave = Annotated[int, between(0, MAX_WAVE)]
+AnyWave = Annotated[int, fields.between(1, LAST_WAVE), _is_wave]
+PastWave = Annotated[int, fields.between(0, MAX_WAVE)]
 
 
-class Request(Fields, frozen=True):
+class Request(fields.Message, frozen=True):
     """Base of the requests between peers of a run."""
 
 
-class Reply(Fields, frozen=True):
+class Reply(fields.Message, frozen=True):
     """Base of the replies to them."""
 
 
 # --- replies ------------------------------------------------------------------------------------
 
 
-@kind(34)
+@fields.kind(34)
 class NotReadyReply(Reply, frozen=True):
     """Refuses a request; ``reason`` is one line for the log."""
 
-    reason: Text
+    reason: fields.Text
 
 
-@kind(35)
+@fields.kind(35)
 class AcceptReply(Reply, frozen=True):
     """Says yes: the offer is accepted, the exchange takes effect, or the request was carried out."""
 
 
-@kind(36)
+@fields.kind(36)
 class BusyReply(Reply, frozen=True):
     """Refuses a request without a fault: another exchange is under way, or training has ended, which ends an exchange
     that is not settled. The requester tries another peer.
@@ -136,7 +120,7 @@ class BusyReply(Reply, frozen=True):
     """
 
 
-@kind(32, payload=MAX_MODEL)
+@fields.kind(32, payload=fields.MAX_MODEL)
 class ModelReply(Reply, frozen=True):
     """A model; its bytes are the payload.
 
@@ -149,13 +133,13 @@ class ModelReply(Reply, frozen=True):
         sizes: if models have a codec: for each section, its size in the payload in bytes, without the module's buffers.
     """
 
-    step: Count
-    weight: Weight = 1.0
-    bases: Sections = ()
-    sizes: Sections = ()
+    step: fields.Count
+    weight: fields.Weight = 1.0
+    bases: fields.Sections = ()
+    sizes: fields.Sections = ()
 
 
-class PeerProgress(Fields, frozen=True):
+class PeerProgress(fields.Message, frozen=True):
     """How far a peer is, as it tells the others.
 
     Attributes:
@@ -171,17 +155,17 @@ class PeerProgress(Fields, frozen=True):
     """
 
     stage: Stage
-    incarnation: Count = 0
-    report: Report = field(default_factory=dict)
+    incarnation: fields.Count = 0
+    report: fields.Report = field(default_factory=dict)
     wave: PastWave = 0
-    step: Count = 0
-    comparison: Count = 0
-    digest: Digest = ""
-    models: FromZero = 0.0
-    joined: Joined = ()
+    step: fields.Count = 0
+    comparison: fields.Count = 0
+    digest: fields.Digest = ""
+    models: fields.FromZero = 0.0
+    joined: fields.Joined = ()
 
 
-@kind(33, MAX_METADATA)
+@fields.kind(33, fields.MAX_METADATA)
 class HereReply(Reply, PeerProgress, frozen=True):
     """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the same fields of the replying peer.
 
@@ -192,12 +176,12 @@ class HereReply(Reply, PeerProgress, frozen=True):
 # --- models -------------------------------------------------------------------------------------
 
 
-@kind(16, answers=(ModelReply, BusyReply, NotReadyReply))
+@fields.kind(16, answers=(ModelReply, BusyReply, NotReadyReply))
 class InitialRequest(Request, frozen=True):
     """Requests a whole model, with frozen parameters and all buffers, from which the sender starts to train."""
 
 
-@kind(17, answers=(ModelReply, BusyReply, NotReadyReply))
+@fields.kind(17, answers=(ModelReply, BusyReply, NotReadyReply))
 class PullRequest(Request, frozen=True):
     """Requests the receiver's current model: a pull.
 
@@ -209,13 +193,13 @@ class PullRequest(Request, frozen=True):
         fragment: the part of the model that is requested.
     """
 
-    step: Count
-    patience: Seconds
-    bases: Sections = ()
-    fragment: Count = WHOLE
+    step: fields.Count
+    patience: fields.Seconds
+    bases: fields.Sections = ()
+    fragment: fields.Count = WHOLE
 
 
-@kind(18, MAX_METADATA, answers=(ModelReply, HereReply, NotReadyReply))
+@fields.kind(18, fields.MAX_METADATA, answers=(ModelReply, HereReply, NotReadyReply))
 class RoundRequest(Request, frozen=True):
     """Requests the partner's model in one round of a wave; the receiver joins the wave if it has not.
 
@@ -229,16 +213,16 @@ class RoundRequest(Request, frozen=True):
     """
 
     wave: AnyWave
-    round: Count
-    members: Ranks
-    fragment: Count = WHOLE
-    bases: Sections = ()
+    round: fields.Count
+    members: fields.Ranks
+    fragment: fields.Count = WHOLE
+    bases: fields.Sections = ()
 
 
 # --- exchanges ----------------------------------------------------------------------------------
 
 
-@kind(21, answers=(AcceptReply, BusyReply, NotReadyReply))
+@fields.kind(21, answers=(AcceptReply, BusyReply, NotReadyReply))
 class PushRequest(Request, frozen=True):
     """Offers the sender's model, which the receiver fetches by :class:`TakeRequest`.
 
@@ -248,12 +232,12 @@ class PushRequest(Request, frozen=True):
         fragment: the part of the model that is offered.
     """
 
-    incarnation: Count
-    number: Count
-    fragment: Count = WHOLE
+    incarnation: fields.Count
+    number: fields.Count
+    fragment: fields.Count = WHOLE
 
 
-@kind(22, answers=(AcceptReply, BusyReply, NotReadyReply))
+@fields.kind(22, answers=(AcceptReply, BusyReply, NotReadyReply))
 class PairRequest(Request, frozen=True):
     """Offers to average the sender's and the receiver's models; each side then fetches the other's.
 
@@ -261,12 +245,12 @@ class PairRequest(Request, frozen=True):
         incarnation, number, fragment: as in :class:`PushRequest`.
     """
 
-    incarnation: Count
-    number: Count
-    fragment: Count = WHOLE
+    incarnation: fields.Count
+    number: fields.Count
+    fragment: fields.Count = WHOLE
 
 
-@kind(23, answers=(ModelReply, BusyReply, NotReadyReply))
+@fields.kind(23, answers=(ModelReply, BusyReply, NotReadyReply))
 class TakeRequest(Request, frozen=True):
     """Requests the model that the partner captured when it entered the exchange.
 
@@ -275,13 +259,13 @@ class TakeRequest(Request, frozen=True):
         bases: as in :class:`PullRequest`.
     """
 
-    incarnation: Count
-    number: Count
-    bases: Sections = ()
-    fragment: Count = WHOLE
+    incarnation: fields.Count
+    number: fields.Count
+    bases: fields.Sections = ()
+    fragment: fields.Count = WHOLE
 
 
-@kind(24, answers=(AcceptReply, BusyReply, NotReadyReply))
+@fields.kind(24, answers=(AcceptReply, BusyReply, NotReadyReply))
 class SettleRequest(Request, frozen=True):
     """Tells the initiator whether its model has arrived, and asks whether the exchange takes effect.
 
@@ -291,8 +275,8 @@ class SettleRequest(Request, frozen=True):
         ended: whether it was not taken because the sender of this request has ended its training; not a failure.
     """
 
-    incarnation: Count
-    number: Count
+    incarnation: fields.Count
+    number: fields.Count
     taken: bool
     ended: bool = False
 
@@ -300,7 +284,7 @@ class SettleRequest(Request, frozen=True):
 # --- the hub ------------------------------------------------------------------------------------
 
 
-@kind(25, payload=MAX_MODEL, answers=(ModelReply, BusyReply, NotReadyReply))
+@fields.kind(25, payload=fields.MAX_MODEL, answers=(ModelReply, BusyReply, NotReadyReply))
 class ElasticRequest(Request, frozen=True):
     """Uploads the sender's model to the hub, and requests the centre as it was before the hub merged that model.
 
@@ -313,13 +297,13 @@ class ElasticRequest(Request, frozen=True):
         patience: seconds that the sender waits for both transfers together.
     """
 
-    incarnation: Count
-    number: Count
-    step: Count
-    patience: Seconds
+    incarnation: fields.Count
+    number: fields.Count
+    step: fields.Count
+    patience: fields.Seconds
 
 
-@kind(26, answers=(ModelReply, BusyReply, NotReadyReply))
+@fields.kind(26, answers=(ModelReply, BusyReply, NotReadyReply))
 class CentreRequest(Request, frozen=True):
     """Requests the current centre from the hub.
 
@@ -327,13 +311,13 @@ class CentreRequest(Request, frozen=True):
         patience: seconds that the sender waits for the whole centre.
     """
 
-    patience: Seconds
+    patience: fields.Seconds
 
 
 # --- the end ------------------------------------------------------------------------------------
 
 
-@kind(52, answers=(ModelReply, NotReadyReply))
+@fields.kind(52, answers=(ModelReply, NotReadyReply))
 class FinalRequest(Request, frozen=True):
     """Requests the receiver's final model, which replaces the sender's.
 
@@ -341,18 +325,18 @@ class FinalRequest(Request, frozen=True):
         digest: of the model that the sender wants; the receiver refuses if its own is another.
     """
 
-    digest: Digest
+    digest: fields.Digest
 
 
 # --- membership ---------------------------------------------------------------------------------
 
 
-@kind(19, MAX_METADATA, answers=(HereReply, NotReadyReply))
+@fields.kind(19, fields.MAX_METADATA, answers=(HereReply, NotReadyReply))
 class ArriveRequest(Request, PeerProgress, frozen=True):
     """Announces that the sender has reached ``stage``."""
 
 
-@kind(20, answers=(HereReply, NotReadyReply))
+@fields.kind(20, answers=(HereReply, NotReadyReply))
 class LeaveRequest(Request, frozen=True):
     """Announces that the sender takes no further part."""
 

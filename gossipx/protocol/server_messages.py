@@ -35,34 +35,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from gossipx.protocol.fields import (
-    MAX_METADATA,
-    MAX_MODEL,
-    Ascii,
-    Count,
-    CountOrNone,
-    FromZero,
-    Groups,
-    Parts,
-    Rank,
-    Ranks,
-    Seconds,
-    Servers,
-    ShardEvents,
-    Text,
-    Workers,
-    between,
-    kind,
-)
-from gossipx.protocol.messages import (
-    AcceptReply,
-    BusyReply,
-    ElasticRequest,
-    ModelReply,
-    NotReadyReply,
-    Reply,
-    Request,
-)
+from gossipx.protocol import fields, messages
 
 MEASURED = -1.0
 """Placeholder for a significance that is computed when its request is sent."""
@@ -70,21 +43,21 @@ MEASURED = -1.0
 # --- pushes and pulls ---------------------------------------------------------------------------
 
 
-@kind(45, MAX_METADATA)
-class PlacedReply(Reply, frozen=True):
+@fields.kind(45, fields.MAX_METADATA)
+class PlacedReply(messages.Reply, frozen=True):
     """The sender's layout, in reply to a PlaceRequest or to a push or pull of an earlier layout.
 
     Attributes:
         epoch, servers, decided: as in :class:`PlaceRequest`.
     """
 
-    epoch: Count
-    servers: Servers
-    decided: Count
+    epoch: fields.Count
+    servers: fields.Servers
+    decided: fields.Count
 
 
-@kind(37, MAX_METADATA, MAX_MODEL)
-class TablesReply(Reply, frozen=True):
+@fields.kind(37, fields.MAX_METADATA, fields.MAX_MODEL)
+class TablesReply(messages.Reply, frozen=True):
     """A bucket of a shard; its bytes are the payload.
 
     Attributes:
@@ -97,21 +70,23 @@ class TablesReply(Reply, frozen=True):
             state; −1: it was not restarted.
     """
 
-    clock: Count
-    parts: Parts
-    sync: Text = ""
-    keep: Count = 0
-    base: Count = 0
-    restarted_at: CountOrNone = -1
+    clock: fields.Count
+    parts: fields.Parts
+    sync: fields.Text = ""
+    keep: fields.Count = 0
+    base: fields.Count = 0
+    restarted_at: fields.CountOrNone = -1
 
 
-@kind(39)
-class PushAgainReply(Reply, frozen=True):
+@fields.kind(39)
+class PushAgainReply(messages.Reply, frozen=True):
     """Refuses a pull, since the shard has lost pushes that it waits for: its server was restarted without its state."""
 
 
-@kind(27, MAX_METADATA, MAX_MODEL, answers=(AcceptReply, PlacedReply, NotReadyReply))
-class GradientRequest(Request, frozen=True):
+@fields.kind(
+    27, fields.MAX_METADATA, fields.MAX_MODEL, answers=(messages.AcceptReply, PlacedReply, messages.NotReadyReply)
+)
+class GradientRequest(messages.Request, frozen=True):
     """Carries the gradient of one bucket of a shard (FluentPS, sPush); its bytes are the payload.
 
     The server applies each gradient once, even if the request is repeated.
@@ -127,19 +102,19 @@ class GradientRequest(Request, frozen=True):
         keep: the clock of the next checkpoint of all shards, as last announced to the sender.
     """
 
-    shard: Rank
-    bucket: Count
-    incarnation: Count
-    progress: Count
-    parts: Parts
-    settings: Groups
-    patience: Seconds
-    epoch: Count = 0
-    keep: Count = 0
+    shard: fields.Rank
+    bucket: fields.Count
+    incarnation: fields.Count
+    progress: fields.Count
+    parts: fields.Parts
+    settings: fields.Groups
+    patience: fields.Seconds
+    epoch: fields.Count = 0
+    keep: fields.Count = 0
 
 
-@kind(28, answers=(TablesReply, PlacedReply, PushAgainReply, BusyReply, NotReadyReply))
-class TablesRequest(Request, frozen=True):
+@fields.kind(28, answers=(TablesReply, PlacedReply, PushAgainReply, messages.BusyReply, messages.NotReadyReply))
+class TablesRequest(messages.Request, frozen=True):
     """Requests one bucket of a shard (FluentPS, sPull); without a bucket, only to be told when the shard would answer.
 
     Attributes:
@@ -154,19 +129,19 @@ class TablesRequest(Request, frozen=True):
         base: if pulls have a codec: the checksum of the bucket as the requester has it; 0: it has none.
     """
 
-    shard: Rank
-    bucket: CountOrNone
-    incarnation: Count
-    progress: CountOrNone
-    significance: FromZero
-    patience: Seconds
-    epoch: Count = 0
+    shard: fields.Rank
+    bucket: fields.CountOrNone
+    incarnation: fields.Count
+    progress: fields.CountOrNone
+    significance: fields.FromZero
+    patience: fields.Seconds
+    epoch: fields.Count = 0
     pushed: bool = False
-    base: Count = 0
+    base: fields.Count = 0
 
 
-@kind(29, answers=(AcceptReply, NotReadyReply))
-class SwitchRequest(Request, frozen=True):
+@fields.kind(29, answers=(messages.AcceptReply, messages.NotReadyReply))
+class SwitchRequest(messages.Request, frozen=True):
     """Requests that a server switch one of its shards to another sync model.
 
     Attributes:
@@ -176,25 +151,25 @@ class SwitchRequest(Request, frozen=True):
         pulls: when pulls are answered, as in the settings; empty: unchanged.
     """
 
-    shard: Rank
-    sync: Text
-    apply: Text
-    pulls: Text
+    shard: fields.Rank
+    sync: fields.Text
+    apply: fields.Text
+    pulls: fields.Text
 
 
-@kind(47, MAX_METADATA)
-class WaitingReply(Reply, frozen=True):
+@fields.kind(47, fields.MAX_METADATA)
+class WaitingReply(messages.Reply, frozen=True):
     """The workers whose pulls wait at a shard.
 
     Attributes:
         workers: ranks, ascending, each with the iteration of its pull; −1: it asks for the current values.
     """
 
-    workers: Workers
+    workers: fields.Workers
 
 
-@kind(46, answers=(WaitingReply, NotReadyReply))
-class WaitingRequest(Request, frozen=True):
+@fields.kind(46, answers=(WaitingReply, messages.NotReadyReply))
+class WaitingRequest(messages.Request, frozen=True):
     """Asks which workers' pulls wait at a shard; answered once others wait than those that the requester knows of. See
     :mod:`gossipx.server.other_shards`.
 
@@ -204,16 +179,21 @@ class WaitingRequest(Request, frozen=True):
         patience: seconds that the requester waits; a reply comes in half of that even if nothing has changed.
     """
 
-    shard: Rank
-    known: Workers
-    patience: Seconds
+    shard: fields.Rank
+    known: fields.Workers
+    patience: fields.Seconds
 
 
 # --- replicas -----------------------------------------------------------------------------------
 
 
-@kind(30, MAX_METADATA, MAX_MODEL, answers=(AcceptReply, BusyReply, NotReadyReply))
-class RecordRequest(Request, frozen=True):
+@fields.kind(
+    30,
+    fields.MAX_METADATA,
+    fields.MAX_MODEL,
+    answers=(messages.AcceptReply, messages.BusyReply, messages.NotReadyReply),
+)
+class RecordRequest(messages.Request, frozen=True):
     """Carries to a shard's replica, in order, the latest events of the shard. If the last one is the gradient of a
     bucket, its bytes are the payload.
 
@@ -227,19 +207,19 @@ class RecordRequest(Request, frozen=True):
         patience: seconds that the sender waits.
     """
 
-    shard: Rank
-    copy: Count
-    number: Count
-    happened: ShardEvents
-    bucket: CountOrNone
-    progress: CountOrNone
-    parts: Parts
-    settings: Groups
-    patience: Seconds
+    shard: fields.Rank
+    copy: fields.Count
+    number: fields.Count
+    happened: fields.ShardEvents
+    bucket: fields.CountOrNone
+    progress: fields.CountOrNone
+    parts: fields.Parts
+    settings: fields.Groups
+    patience: fields.Seconds
 
 
-@kind(38, MAX_METADATA, MAX_MODEL)
-class CopyReply(Reply, frozen=True):
+@fields.kind(38, fields.MAX_METADATA, fields.MAX_MODEL)
+class CopyReply(messages.Reply, frozen=True):
     """A copy of a shard; its tables are the payload.
 
     Attributes:
@@ -249,14 +229,14 @@ class CopyReply(Reply, frozen=True):
         size: bytes of the payload.
     """
 
-    incarnation: Count
-    copy: Count
-    state: Ascii
-    size: Annotated[int, between(0, MAX_MODEL)]
+    incarnation: fields.Count
+    copy: fields.Count
+    state: fields.Ascii
+    size: Annotated[int, fields.between(0, fields.MAX_MODEL)]
 
 
-@kind(31, answers=(CopyReply, AcceptReply, NotReadyReply))
-class CopyRequest(Request, frozen=True):
+@fields.kind(31, answers=(CopyReply, messages.AcceptReply, messages.NotReadyReply))
+class CopyRequest(messages.Request, frozen=True):
     """Requests a copy of a shard, of which the sender becomes the replica; repeated as the replica's heartbeat.
 
     Attributes:
@@ -266,14 +246,14 @@ class CopyRequest(Request, frozen=True):
         patience: seconds that it waits.
     """
 
-    shard: Rank
-    incarnation: Count
-    copy: CountOrNone
-    patience: Seconds
+    shard: fields.Rank
+    incarnation: fields.Count
+    copy: fields.CountOrNone
+    patience: fields.Seconds
 
 
-@kind(51, answers=(AcceptReply, NotReadyReply))
-class HoldersRequest(Request, frozen=True):
+@fields.kind(51, answers=(messages.AcceptReply, messages.NotReadyReply))
+class HoldersRequest(messages.Request, frozen=True):
     """Announces the two peers of a replicated shard, after they have changed; repeated to each peer that joins.
 
     Attributes:
@@ -283,17 +263,17 @@ class HoldersRequest(Request, frozen=True):
         replica: the rank with its replica; −1: none.
     """
 
-    shard: Rank
-    number: Count
-    holder: Rank
-    replica: CountOrNone
+    shard: fields.Rank
+    number: fields.Count
+    holder: fields.Rank
+    replica: fields.CountOrNone
 
 
 # --- a change of servers ------------------------------------------------------------------------
 
 
-@kind(40, MAX_METADATA, answers=(AcceptReply, BusyReply, NotReadyReply))
-class ServersRequest(Request, frozen=True):
+@fields.kind(40, fields.MAX_METADATA, answers=(messages.AcceptReply, messages.BusyReply, messages.NotReadyReply))
+class ServersRequest(messages.Request, frozen=True):
     """Requests that the server of shard 0 move the shards of the run to other peers; see
     :mod:`gossipx.server.migration`.
 
@@ -303,13 +283,13 @@ class ServersRequest(Request, frozen=True):
         patience: seconds that the sender waits.
     """
 
-    number: Count
-    servers: Ranks
-    patience: Seconds
+    number: fields.Count
+    servers: fields.Ranks
+    patience: fields.Seconds
 
 
-@kind(41, MAX_METADATA, answers=(AcceptReply, BusyReply, NotReadyReply))
-class PauseRequest(Request, frozen=True):
+@fields.kind(41, fields.MAX_METADATA, answers=(messages.AcceptReply, messages.BusyReply, messages.NotReadyReply))
+class PauseRequest(messages.Request, frozen=True):
     """Requests that the receiver push no further iteration; answered once all pushes under way have arrived.
 
     Attributes:
@@ -318,13 +298,13 @@ class PauseRequest(Request, frozen=True):
         patience: seconds that the sender waits.
     """
 
-    epoch: Count
-    servers: Servers
-    patience: Seconds
+    epoch: fields.Count
+    servers: fields.Servers
+    patience: fields.Seconds
 
 
-@kind(42, MAX_METADATA, answers=(AcceptReply, BusyReply, NotReadyReply))
-class PrepareRequest(Request, frozen=True):
+@fields.kind(42, fields.MAX_METADATA, answers=(messages.AcceptReply, messages.BusyReply, messages.NotReadyReply))
+class PrepareRequest(messages.Request, frozen=True):
     """Requests that a server of the new layout fetch the values it lacks; answered once it has all of them.
 
     Attributes:
@@ -334,14 +314,14 @@ class PrepareRequest(Request, frozen=True):
         patience: seconds that the sender waits.
     """
 
-    epoch: Count
-    state: Ascii
-    sync: Text
-    patience: Seconds
+    epoch: fields.Count
+    state: fields.Ascii
+    sync: fields.Text
+    patience: fields.Seconds
 
 
-@kind(43, answers=(TablesReply, NotReadyReply))
-class RangesRequest(Request, frozen=True):
+@fields.kind(43, answers=(TablesReply, messages.NotReadyReply))
+class RangesRequest(messages.Request, frozen=True):
     """Requests values that move to the sender, with the optimizer's state and the gradients that wait for them.
 
     Attributes:
@@ -351,14 +331,14 @@ class RangesRequest(Request, frozen=True):
         patience: seconds that the sender waits.
     """
 
-    epoch: Count
-    batch: Count
-    sync: Text
-    patience: Seconds
+    epoch: fields.Count
+    batch: fields.Count
+    sync: fields.Text
+    patience: fields.Seconds
 
 
-@kind(44, MAX_METADATA, answers=(PlacedReply, BusyReply, NotReadyReply))
-class PlaceRequest(Request, frozen=True):
+@fields.kind(44, fields.MAX_METADATA, answers=(PlacedReply, messages.BusyReply, messages.NotReadyReply))
+class PlaceRequest(messages.Request, frozen=True):
     """Announces the sender's layout; the reply carries the receiver's.
 
     Attributes:
@@ -367,16 +347,16 @@ class PlaceRequest(Request, frozen=True):
         decided: all migrations up to this epoch are over, completed or abandoned.
     """
 
-    epoch: Count
-    servers: Servers
-    decided: Count
+    epoch: fields.Count
+    servers: fields.Servers
+    decided: fields.Count
 
 
 ServerRequest = (
     GradientRequest | TablesRequest | SwitchRequest | WaitingRequest | RecordRequest | CopyRequest | HoldersRequest
 )
 """Requests to a server."""
-CarryingRequest = ElasticRequest | GradientRequest | RecordRequest
+CarryingRequest = messages.ElasticRequest | GradientRequest | RecordRequest
 """Requests whose payload is a model or a part of one."""
-CarryingReply = ModelReply | TablesReply | CopyReply
+CarryingReply = messages.ModelReply | TablesReply | CopyReply
 """Replies whose payload is a model or a part of one."""

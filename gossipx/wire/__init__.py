@@ -18,24 +18,7 @@ from msgspec import field
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError
 from gossipx.memory import copy
-from gossipx.protocol.fields import (
-    MAX_METADATA,
-    MAX_RANKS,
-    Fields,
-    Joined,
-    Key,
-    Port,
-    Proofs,
-    Rank,
-    Report,
-    Text,
-    Texts,
-    between,
-    kind,
-    kind_of,
-    octets,
-)
-from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply
+from gossipx.protocol import fields, messages
 from gossipx.protocol.server_messages import CarryingReply
 
 # Bytes of a manifest: enough for 200,000 tensors. Bounds what an untrusted peer can make us allocate.
@@ -44,14 +27,14 @@ MAX_DESCRIPTION = 16 * 2**20
 MAX_LOAD = 16 * 2**20
 MAX_ADMISSION = 2**20
 """Maximum bytes of a run's settings and peers: 10,000 peers with names of 50 characters."""
-Message: TypeAlias = Fields
+Message: TypeAlias = fields.Message
 CheckupPart: TypeAlias = Literal["facts", "load", "status", "drain"]
 MAX_NOTE = 4096  # bytes; gloo needs 170, NCCL 128
-_Load = Annotated[int, between(0, MAX_LOAD)]
+_Load = Annotated[int, fields.between(0, MAX_LOAD)]
 
 
-@kind(2)
-class Welcome(Fields, frozen=True):
+@fields.kind(2)
+class Welcome(fields.Message, frozen=True):
     """The reply to :class:`Hello`. If ``model`` differs from the opener's, it may only request the
     :class:`Description`.
 
@@ -61,15 +44,15 @@ class Welcome(Fields, frozen=True):
             it.
     """
 
-    rank: Rank
-    name: Text
-    model: Text
-    machine: Text = ""
-    local: Text = ""
+    rank: fields.Rank
+    name: fields.Text
+    model: fields.Text
+    machine: fields.Text = ""
+    local: fields.Text = ""
 
 
-@kind(1, answers=(Welcome,))
-class Hello(Fields, frozen=True):
+@fields.kind(1, answers=(Welcome,))
+class Hello(fields.Message, frozen=True):
     """The first frame on a connection; identifies the peer that opened it, the opener.
 
     Attributes:
@@ -82,24 +65,24 @@ class Hello(Fields, frozen=True):
             peers that began it.
     """
 
-    rank: Rank
-    name: Text
-    size: Annotated[int, between(1, MAX_RANKS)]
-    peers: Text
-    model: Text
-    settings: Texts = field(default_factory=dict)
-    joined: Joined = ()
+    rank: fields.Rank
+    name: fields.Text
+    size: Annotated[int, fields.between(1, fields.MAX_RANKS)]
+    peers: fields.Text
+    model: fields.Text
+    settings: fields.Texts = field(default_factory=dict)
+    joined: fields.Joined = ()
 
 
-@kind(7)
-class Challenge(Fields, frozen=True):
+@fields.kind(7)
+class Challenge(fields.Message, frozen=True):
     """The reply to :class:`Open`: the answerer's nonce, which is all that an unauthenticated opener learns."""
 
-    nonce: Key
+    nonce: fields.Key
 
 
-@kind(6, answers=(Challenge,))
-class Open(Fields, frozen=True):
+@fields.kind(6, answers=(Challenge,))
+class Open(fields.Message, frozen=True):
     """The very first frame if the run has a secret; see :mod:`gossipx.wire.auth`.
 
     Attributes:
@@ -108,54 +91,54 @@ class Open(Fields, frozen=True):
         opener, answerer: names of the two peers.
     """
 
-    nonce: Key
-    run: Text
-    opener: Text
-    answerer: Text
+    nonce: fields.Key
+    run: fields.Text
+    opener: fields.Text
+    answerer: fields.Text
 
 
-@kind(9)
-class Accepted(Fields, frozen=True):
+@fields.kind(9)
+class Accepted(fields.Message, frozen=True):
     """The reply to :class:`Proof`: the answerer's own, by a secret of both. All later frames are authenticated."""
 
-    proof: Key
+    proof: fields.Key
 
 
-@kind(8, answers=(Accepted,))
-class Proof(Fields, frozen=True):
+@fields.kind(8, answers=(Accepted,))
+class Proof(fields.Message, frozen=True):
     """The opener's proofs that it knows the secret, 64 hexadecimal digits each: one for each secret that it has."""
 
-    proofs: Proofs
+    proofs: fields.Proofs
 
 
-@kind(10)
-class NotAuthorised(Fields, frozen=True):
+@fields.kind(10)
+class NotAuthorised(fields.Message, frozen=True):
     """Says that the opener is not a member of the run, and no more; the connection is then closed."""
 
-    reason: Text
+    reason: fields.Text
 
 
-@kind(3)
-class Refused(Fields, frozen=True):
+@fields.kind(3)
+class Refused(fields.Message, frozen=True):
     """Says in one line why the connection is closed."""
 
-    reason: Text
+    reason: fields.Text
 
 
-@kind(5, payload=MAX_DESCRIPTION)
-class Description(Fields, frozen=True):
+@fields.kind(5, payload=MAX_DESCRIPTION)
+class Description(fields.Message, frozen=True):
     """The manifest, one line per tensor, as a payload of ``size`` bytes of UTF-8."""
 
-    size: Annotated[int, between(0, MAX_DESCRIPTION)]
+    size: Annotated[int, fields.between(0, MAX_DESCRIPTION)]
 
 
-@kind(4, answers=(Description,))
-class DescribeRequest(Fields, frozen=True):
+@fields.kind(4, answers=(Description,))
+class DescribeRequest(fields.Message, frozen=True):
     """Requests the manifest of the model."""
 
 
-@kind(50, MAX_METADATA, MAX_LOAD)
-class CheckupReply(Fields, frozen=True):
+@fields.kind(50, fields.MAX_METADATA, MAX_LOAD)
+class CheckupReply(fields.Message, frozen=True):
     """The reply to :class:`CheckupRequest`.
 
     Attributes:
@@ -163,12 +146,12 @@ class CheckupReply(Fields, frozen=True):
         size: bytes of the payload.
     """
 
-    report: Report = field(default_factory=dict)
+    report: fields.Report = field(default_factory=dict)
     size: _Load = 0
 
 
-@kind(49, answers=(CheckupReply, BusyReply))
-class CheckupRequest(Fields, frozen=True):
+@fields.kind(49, answers=(CheckupReply, messages.BusyReply))
+class CheckupRequest(fields.Message, frozen=True):
     """A question from outside the run; may be the first frame, in place of Hello.
 
     ``gossipx doctor`` asks for all parts up to "load", ``gossipx status`` and ``gossipx peer`` for the others. A doctor
@@ -181,13 +164,13 @@ class CheckupRequest(Fields, frozen=True):
         back: bytes of the load.
     """
 
-    name: Text
+    name: fields.Text
     part: CheckupPart
     back: _Load = 0
 
 
-@kind(57, payload=MAX_ADMISSION)
-class AdmitReply(Fields, frozen=True):
+@fields.kind(57, payload=MAX_ADMISSION)
+class AdmitReply(fields.Message, frozen=True):
     """The reply to :class:`AdmitRequest`.
 
     Attributes:
@@ -196,13 +179,13 @@ class AdmitReply(Fields, frozen=True):
         later: why no peer can be admitted yet; empty: one can.
     """
 
-    size: Annotated[int, between(0, MAX_ADMISSION)] = 0
-    elsewhere: Text = ""
-    later: Text = ""
+    size: Annotated[int, fields.between(0, MAX_ADMISSION)] = 0
+    elsewhere: fields.Text = ""
+    later: fields.Text = ""
 
 
-@kind(56, answers=(AdmitReply,))
-class AdmitRequest(Fields, frozen=True):
+@fields.kind(56, answers=(AdmitReply,))
+class AdmitRequest(fields.Message, frozen=True):
     """Asks to join the run as a further peer.
 
     Attributes:
@@ -210,82 +193,82 @@ class AdmitRequest(Fields, frozen=True):
         host, port: the address at which it will listen.
     """
 
-    name: Text
-    host: Text
-    port: Port
+    name: fields.Text
+    host: fields.Text
+    port: fields.Port
 
 
-@kind(11)
-class ModelAck(Fields, frozen=True):
+@fields.kind(11)
+class ModelAck(fields.Message, frozen=True):
     """Acknowledges a model that has arrived whole, so that its sender may release the bytes."""
 
 
-@kind(12)
-class CarrierRequest(Fields, frozen=True):
+@fields.kind(12)
+class CarrierRequest(fields.Message, frozen=True):
     """Requests that both sides set up a carrier for models next to this connection.
 
     Attributes:
         kind: of the carrier, such as "gloo".
     """
 
-    kind: Text
+    kind: fields.Text
 
 
-@kind(13)
-class SetNote(Fields, frozen=True):
+@fields.kind(13)
+class SetNote(fields.Message, frozen=True):
     """Sets ``key`` to ``value`` for the other side while both set up a carrier.
 
     Attributes:
         value: bytes, as hexadecimal digits.
     """
 
-    key: Text
-    value: Annotated[str, octets(MAX_NOTE)]
+    key: fields.Text
+    value: Annotated[str, fields.octets(MAX_NOTE)]
 
 
-@kind(14)
-class CarrierReply(Fields, frozen=True):
+@fields.kind(14)
+class CarrierReply(fields.Message, frozen=True):
     """Reports that the sender has set up its end of the carrier."""
 
 
-@kind(15)
-class NoCarrierReply(Fields, frozen=True):
+@fields.kind(15)
+class NoCarrierReply(fields.Message, frozen=True):
     """Reports that the sender cannot set up its end of the carrier; the connection is unusable from then on."""
 
-    reason: Text
+    reason: fields.Text
 
 
-@kind(48)
-class Carried(Fields, frozen=True):
+@fields.kind(48)
+class Carried(fields.Message, frozen=True):
     """Confirms that a payload sent by a carrier is complete.
 
     Attributes:
         digest: of the payload's check, as hexadecimal digits.
     """
 
-    digest: Annotated[str, octets(32)]
+    digest: Annotated[str, fields.octets(32)]
 
 
-@kind(53, answers=(AcceptReply,))
-class ReverseRequest(Fields, frozen=True):
+@fields.kind(53, answers=(messages.AcceptReply,))
+class ReverseRequest(fields.Message, frozen=True):
     """Hands a connection over to its acceptor, which sends requests on it from then on: its opener is behind NAT."""
 
 
-@kind(54, answers=(AcceptReply, NotReadyReply))
-class RelayRequest(Fields, frozen=True):
+@fields.kind(54, answers=(messages.AcceptReply, messages.NotReadyReply))
+class RelayRequest(fields.Message, frozen=True):
     """Requests a connection to peer ``to``, which is behind NAT as the sender is.
 
     After the reply, the bytes of this connection are passed on to that peer and back.
     """
 
-    to: Rank
+    to: fields.Rank
 
 
-@kind(55, answers=(AcceptReply,))
-class RelayedRequest(Fields, frozen=True):
+@fields.kind(55, answers=(messages.AcceptReply,))
+class RelayedRequest(fields.Message, frozen=True):
     """Announces that peer ``sender`` speaks on this connection from now on, through the sender of this message."""
 
-    sender: Rank
+    sender: fields.Rank
 
 
 class Sink(Protocol):
@@ -347,14 +330,14 @@ class Bytes:
 
 # Takes a message and its request id; returns the sink that its payload must fill exactly, or None for no payload.
 # Raises ProtocolError if the message is not expected.
-Expect = Callable[[Message, int], "Sink | None"]
+Expect = Callable[[fields.Message, int], "Sink | None"]
 
 
-def no_payload(message: Message, request: int) -> None:
+def no_payload(message: fields.Message, request: int) -> None:
     """Expect any message without a payload."""
 
 
-def answer_to(asked: Message, number: int, payload: Sink | SinkFactory | None) -> Expect:
+def answer_to(asked: fields.Message, number: int, payload: Sink | SinkFactory | None) -> Expect:
     """Return the Expect function for replies to ``asked``, which was sent as request ``number``.
 
     Args:
@@ -362,12 +345,12 @@ def answer_to(asked: Message, number: int, payload: Sink | SinkFactory | None) -
             and so does a CheckupReply if this is None.
     """
 
-    def expect(message: Message, request: int) -> Sink | None:
+    def expect(message: fields.Message, request: int) -> Sink | None:
         if isinstance(message, Refused):
             raise RefusedError(f"refused: {message.reason}")
         if isinstance(message, NotAuthorised):
             raise NotAuthorisedError(f"not authorised: {message.reason}")
-        if request != number or not isinstance(message, kind_of(type(asked)).answers):
+        if request != number or not isinstance(message, fields.kind_of(type(asked)).answers):
             raise ProtocolError(f"answered {type(asked).__name__} by {type(message).__name__}")
         if isinstance(message, CheckupReply) and payload is not None and not isinstance(payload, SinkFactory):
             return payload
