@@ -1,7 +1,10 @@
 """A peer's share of a training step: peer.step() compared with forward, backward and optimizer step, on one thread.
 
-bin/bench overhead            LeNet, ConvNet and ResNet-20 at batches of 64, two peers on loopback (about 2 minutes)
-bin/bench overhead --full     three times as many steps, every policy on every model, larger models (about 12 minutes)
+bin/bench overhead                  LeNet, ConvNet and ResNet-20 at batches of 64, two peers on loopback, and the pass
+                                    over a model that measures the delta of a step (about 3 minutes)
+bin/bench overhead --full           three times as many steps, every policy on every model, and larger models (about 12
+                                    minutes)
+bin/bench overhead --only steps|passes
 
 The other peer has joined and is idle. Every second step is one of the same model without a peer. On a busy machine,
 long steps are interrupted far more often than short calls, which makes shares of medians too small; so shares of CPU
@@ -18,15 +21,21 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from _bench.cli import Given, bench
 from _bench.peers import hosts_file
 from _bench.processes import Spawned
-from _bench.tables import Table
-from _bench.training import Span, Training, idle, timed
+from _bench.tables import Table, median_ratio
+from _bench.training import Span, Training, built, idle, seconds, timed
+
+from gossipx.model import kernels
+from gossipx.model.layout import lay_out, slots_of
+from gossipx.model.section import TensorKind
 
 NO = "adaptive:threshold=1e30"
 FIRING = ("adaptive:threshold=0.02", "travel:distance=2")
@@ -150,5 +159,49 @@ def _longer(row: Row, measured: Measured) -> str:
     )
 
 
+# --- the delta of a step ------------------------------------------------------------------------------------
+
+ROUNDS = {"lenet": 200, "resnet110": 60, "alexnet": 9}
+MEMCPY, READ, EXACT, SAMPLED = "memcpy", "one read of both vectors", "kernels.advance", "kernels.Sampled"
+
+
+def passes(given: Given) -> Table:
+    """Return the cost of the passes that measure a delta, next to a memcpy of the model and a read of it."""
+    table = Table("Passes over the trained parameters; medians", ("model", "values", "pass", "ms", "to memcpy"))
+    for model, rounds in given.of({"lenet": 3}, ROUNDS, ROUNDS).items():
+        length, taken = _side_by_side(model, given.of(1, 1, 3) * rounds)
+        for name, values in taken.items():
+            milliseconds, ratio = statistics.median(values) * 1e3, median_ratio(values, taken[MEMCPY])
+            table.row(model, f"{length:,}", name, f"{milliseconds:.3f}", f"{ratio:.2f}")
+            table.figure(f"{model} {name}", milliseconds, "ms", reference=milliseconds / ratio)
+        reads = median_ratio(taken[EXACT], taken[READ])
+        table.figure(f"{model} {EXACT} to {READ}", reads, "times", most=1.0)
+    return table
+
+
+@torch.no_grad()
+def _side_by_side(model: str, rounds: int) -> tuple[int, dict[str, list[float]]]:
+    """Return the number of values, and the seconds of each pass in each round, with caches as an untimed call left."""
+    module = built(model)
+    section = lay_out([one for one in slots_of(module, mix_buffers=False) if one.kind is TensorKind.TRAINABLE])
+    x = section.storage[: section.trainable]
+    before, other = x.clone(), x.clone()
+    starts = {(one.data_ptr() - x.data_ptr()) // one.itemsize: one.numel() for one in module.parameters()}
+    small = [(start, start + count) for start, count in starts.items() if count < kernels.SMALL]
+    sampled = kernels.Sampled(x, 0, small)
+    runs: dict[str, Callable[[], object]] = {
+        MEMCPY: lambda: other.copy_(x),
+        READ: lambda: torch.dot(x, other),
+        EXACT: lambda: kernels.advance(x, before, before),
+        SAMPLED: lambda: sampled.advance(x),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            run()
+            taken[name].append(seconds(run))
+    return len(x), taken
+
+
 if __name__ == "__main__":
-    bench(__file__, __doc__, overhead)
+    bench(__file__, __doc__, {"steps": overhead, "passes": passes})

@@ -10,7 +10,7 @@ so too, because its square overflows; one below 1e-22 counts as zero.
 
 float32 and float64 on a CPU use numpy, whose calls and passes are faster than torch's; everything else uses torch. A
 pass fused by a compiler (numba) takes two thirds of numpy's time, but costs 115 MB per process and a pause for
-compiling; ``bin/bench delta`` shows the share of a step that this could save.
+compiling; ``bin/bench overhead`` shows the share of a step that this could save.
 
 The functions ``*_on_device`` work on any device: they return a 0-dim float64 tensor there and do not wait for it.
 """
