@@ -126,15 +126,15 @@ class Churn:
 class PlannedFault:
     """One fault; an entry of the TOML list ``[[faults]]``."""
 
-    kind: Literal["crash", "pause", "leave", "partition", "late", "disk-full"] = setting("crash")
+    kind: Literal["crash", "pause", "leave", "partition", "late"] = setting("crash")
     """crash: the process is killed; pause: it is suspended; leave: it is asked to stop; partition: peers and all others
-    do not reach each other; late: it starts only then; disk-full: no checkpoint can be written."""
+    do not reach each other; late: it starts only then."""
     peers: tuple[float, ...] | None = setting(None, 0, MOST_PEERS - 1)
     """Ranks of the peers."""
     at: float = setting(0.0, 0, LONGEST)
     """When it begins, in seconds."""
     until: float | None = setting(None, 0, LONGEST)
-    """When a pause, a partition or a full disk ends, or a crashed peer is started again."""
+    """When a pause or a partition ends, or a crashed peer is started again."""
     state: Literal["kept", "lost"] = setting("lost")
     """Whether a peer that is started again has its last checkpoint, or takes the model of another peer."""
     one_way: bool = setting(False)
@@ -150,7 +150,7 @@ OWN = keys_of({"simulation": [Simulation], "compute": [Compute], "network": [Net
 """The settings of the tables that are declared here, by name."""
 FAULTS = "faults"
 OF_FAULT = keys_of({FAULTS: [PlannedFault]})
-UNTIL = ("crash", "pause", "partition", "disk-full")
+UNTIL = ("crash", "pause", "partition")
 """Kinds of faults that may end."""
 NEEDS = {
     "straggler_factor": "straggler_share",
@@ -268,10 +268,8 @@ def _check(scenario: Scenario) -> None:
         raise UsageError(f"[[{FAULTS}]] names peer {outside[0]}, and the last of {of.peers} peers is {of.peers - 1}")
     _check_faults(scenario)
     kept = scenario.churn.state == "kept" or any(fault.state == "kept" for fault in scenario.faults)
-    full = any(fault.kind == "disk-full" for fault in scenario.faults)
-    if (kept or full) and of.work == "real" and str(scenario.config.run.checkpoint_every) == "0":
-        name = 'state = "kept"' if kept else "disk-full"
-        raise UsageError(f"{name} has no effect without checkpoints: give checkpoint_every in [run]")
+    if kept and of.work == "real" and str(scenario.config.run.checkpoint_every) == "0":
+        raise UsageError('state = "kept" has no effect without checkpoints: give checkpoint_every in [run]')
     if of.work == "real":
         for name in ("model", "parameters", "deltas", "retrievals", "encoded"):
             if getattr(of, name) is not None:

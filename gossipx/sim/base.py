@@ -39,7 +39,6 @@ class BasePeer(Process):
         began: the iteration with which training began.
         delta: Δ_t of the last iteration.
         assembled: whether the peer begins to train at once, since all peers are known to be present.
-        unwritten: checkpoints that could not be written.
         announces: whether it announces its end to all others, and waits for theirs.
         scored: whether it evaluates its own final model.
     """
@@ -52,7 +51,6 @@ class BasePeer(Process):
         self.resumed: bool | None = None
         self.assembled = False
         self.announces = self.scored = True
-        self.unwritten = 0
         self.blocked_seconds = 0.0
         self.before_join: Callable[[], None] = lambda: None
         self.reporter: Reporter | None = None
@@ -247,7 +245,7 @@ class BasePeer(Process):
             after = self.evaluate() if averaged else self._scores
             for name, value in after.items() if averaged else ():
                 self.reporter.scalar(f"test/{name}_after_finish", value)
-            self.report = self.reporter.report(self._scores, after, self.unwritten)
+            self.report = self.reporter.report(self._scores, after)
 
     def iterate(self, seconds: float) -> None:
         """Compute for some seconds, and then :meth:`train`."""

@@ -99,9 +99,6 @@ def test_a_full_disk_and_a_lost_one_cost_the_state(tmp_path: Path) -> None:
         return round(float(run.train_seconds[1] or 0), 0), run.lost_iterations[1] or 0
 
     assert ended({**crash, "state": "kept"}) == (3.0, 5), "the iterations from 30 to 60, after the restart"
-    full = {"kind": "disk-full", "peers": [1], "at": 1.5}
-    assert ended({**crash, "state": "kept"}, full) == (5.0, 25), "the disk has iteration 10"
-    assert simulated(scenario(tmp_path, settings, faults=[full])).unwritten == [0, 5, 0], "iterations 20 to 60"
     assert ended({**crash, "state": "lost"}) == (2.0, 35), "the others were at 40"
     again = {**crash, "at": 5.0, "until": 5.5, "state": "lost"}
     run = simulated(scenario(tmp_path, settings, faults=[{**crash, "state": "lost"}, again]))

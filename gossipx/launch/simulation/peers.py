@@ -35,50 +35,29 @@ HOST = torch.device("cpu")
 
 
 @dataclass
-class Disk:
-    """The disk of a peer.
-
-    Attributes:
-        state: its last checkpoint; None: it has none.
-        writable: whether checkpoints can be written.
-    """
-
-    state: dict[str, Any] | None = None
-    writable: bool = True
-
-
-@dataclass
 class Disks:
     """The disks of all peers, and whether a peer that is started again has its disk.
 
     Attributes:
         every: iterations between two checkpoints; 0: none are written.
         lost: ranks of the peers whose next process finds no checkpoint.
+        checkpoints: the last one of each peer, by rank.
     """
 
     every: int
     lost: set[int] = field(default_factory=set)
-    _disks: dict[int, Disk] = field(default_factory=dict)
-
-    def of(self, rank: int) -> Disk:
-        """Return the disk of a peer."""
-        return self._disks.setdefault(rank, Disk())
+    checkpoints: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def found(self, rank: int) -> dict[str, Any] | None:
         """Return the checkpoint that a new process of a peer finds."""
         if rank in self.lost:
             self.lost.discard(rank)
             return None
-        return self.of(rank).state
+        return self.checkpoints.get(rank)
 
     def iteration(self, rank: int) -> int:
         """Return the iteration of a peer's checkpoint; 0: it has none."""
-        state = self.of(rank).state
-        return int(state["driver"]["iteration"]) if state else 0
-
-    def is_due(self, rank: int, step: int) -> bool:
-        """Return whether a peer writes a checkpoint at an iteration."""
-        return self.every > 0 and step % self.every == 0
+        return int(self.checkpoints[rank]["driver"]["iteration"]) if rank in self.checkpoints else 0
 
 
 class RealPeers:
@@ -182,10 +161,8 @@ class _Training:
         """Write a checkpoint and record curves, if they are due."""
         assert peer.reporter is not None
         step, run = peer.arena.step, self.config.run
-        if self.disks.is_due(peer.rank, step) and not self.disks.of(peer.rank).writable:
-            peer.unwritten += 1
-        elif self.disks.is_due(peer.rank, step):
-            self.disks.of(peer.rank).state = {
+        if self.disks.every and step % self.disks.every == 0:
+            self.disks.checkpoints[peer.rank] = {
                 "model": {name: value.clone() for name, value in self.model.state_dict().items()},
                 "optimizer": copy.deepcopy(self.optimizer.state_dict()),
                 "driver": peer.driver.state_dict(),

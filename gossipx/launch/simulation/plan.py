@@ -135,8 +135,6 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
         raise UsageError(f"retrievals has {part:g}: give whole numbers")
     if len(set(of.retrievals or ())) > 1 and isinstance(config.mode, Waves):
         raise UsageError("retrievals differ, and all peers take part in a wave: give one number")
-    if any(fault.kind == "disk-full" for fault in scenario.faults):
-        raise UsageError('disk-full is for work = "real", which has checkpoints: leave it out')
     if scenario.churn.state == "kept" or any(fault.state == "kept" for fault in scenario.faults):
         raise UsageError('state = "kept" is for real work, which has checkpoints: leave it out')
 

@@ -198,10 +198,6 @@ class _Simulation:
                     world.pause(rank, fault.at, end)
                 case "leave":
                     world.leave(rank, fault.at)
-                case "disk-full":
-                    world.at(fault.at, lambda rank=rank: self._fill(rank, False))  # type: ignore[misc]
-                    if end < math.inf:
-                        world.at(end, lambda rank=rank: self._fill(rank, True))  # type: ignore[misc]
 
     def _watch(self, fault: PlannedFault, rank: int) -> None:
         """See whether a peer runs when a fault comes."""
@@ -214,9 +210,6 @@ class _Simulation:
                 ranks.remove(rank)
 
         self._world.at(fault.at, comes)
-
-    def _fill(self, rank: int, writable: bool) -> None:
-        self._disks.of(rank).writable = writable
 
     def _crash(self, rank: int, at: float, again: float, lost: bool) -> None:
         """Let a peer crash, unless it has ended by then, and start it again."""
