@@ -207,6 +207,6 @@ def _peer(
         functional.cross_entropy(module(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
 
     iterations = config.run.iterations if role.trains else 0
-    peer = SimPeer(role, module, step, iterations, seconds, arena, lambda _: served.table_store)
+    peer = SimPeer(role, module, step, iterations, seconds, arena, served.table_store)
     peer.seconds = config.run.seconds
     return peer

@@ -75,28 +75,26 @@ class NetworkLink:
         return float(self._per_weight * weight**self._evenness)
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
-    """Bytes under way from one peer to another."""
+    """Bytes under way from one peer to another.
 
-    __slots__ = ("arrived", "due", "left", "limit", "links", "rate", "since", "weight")
+    Attributes:
+        left: bytes that had not arrived when its rate last changed.
+        limit: bytes/s that it has at most.
+        since: when its rate last changed.
+        arrived: called when its last byte has left the links.
+        due: when that is, at this rate.
+    """
 
-    def __init__(
-        self,
-        nbytes: float,
-        links: tuple[NetworkLink, ...],
-        limit: float,
-        weight: float,
-        now: float,
-        arrived: Callable[[], None],
-    ):
-        self.left = nbytes
-        self.weight = weight
-        self.limit = limit
-        self.links = links
-        self.rate = 0.0
-        self.since = now
-        self.due = math.inf
-        self.arrived = arrived
+    left: float
+    links: tuple[NetworkLink, ...]
+    limit: float
+    weight: float
+    since: float
+    arrived: Callable[[], None]
+    rate: float = 0.0
+    due: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A simulated peer that trains a real module, with the driver of real processes."""
+"""A simulated peer that trains a real module, with the driver of real processes over a CommManager in virtual time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ import torch
 from torch import Tensor, nn
 
 from gossipx.compression import Coded
+from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError, ProtocolError
+from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import Snapshot
 from gossipx.model.receive import digest
 from gossipx.peer import PeerRole
 from gossipx.protocol import events
 from gossipx.protocol.effects import Effect, ReportEntry, ReportSwitch
-from gossipx.protocol.messages import Request
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import Reply, Request
+from gossipx.protocol.server_messages import CarryingReply, CarryingRequest
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.driver.clock import DriverClock
 from gossipx.sim.base import BasePeer
 from gossipx.sim.clock import VirtualClock
-from gossipx.sim.comm import SimComm
-from gossipx.sim.world import Endpoint
+from gossipx.sim.world import Endpoint, Process
 from gossipx.tables.store import TableStore
-from gossipx.wire import UploadSink
+from gossipx.wire import Sink, SinkFactory, UploadSink
 
 PLACES = 2**20
 """Uploads that a peer receives at a time: virtual time cannot wait for a place."""
+ERRORS: dict[Fault, Callable[[str], GossipxError]] = {
+    Fault.UNREACHABLE: PeerUnreachableError,
+    Fault.TIMEOUT: PeerTimeoutError,
+    Fault.CANCELLED: CancelledError,
+}
 
 
 class SimDriver(Driver):
@@ -53,18 +61,124 @@ class SimDriver(Driver):
             super()._carry_out(effect, snapshot)
 
 
+class _Trust:
+    """Nobody is turned away in a simulated run."""
+
+    doubt = None
+    is_outcast = False
+
+
+class SimComm:
+    """The interface of :class:`gossipx.comm.CommManager` over an :class:`Endpoint`.
+
+    Args:
+        process: the peer, in its world.
+        sink_for, on_request: as for :class:`gossipx.comm.CommManager`.
+        changed: called with the bytes of each model before they are sent; returns those that are sent.
+
+    Attributes:
+        endpoint: sends and receives.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        sink_for: Callable[[int, CarryingRequest], UploadSink],
+        on_request: Callable[[Endpoint, Hashable, Request, UploadSink | None], None],
+        changed: Callable[[memoryview], memoryview],
+    ):
+        self.endpoint = Endpoint(process, self._received)
+        self.trust = _Trust()
+        self._world = process.world
+        self._later = process.later
+        self._sink_for = sink_for
+        self._on_request = on_request
+        self._changed = changed
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of models and tables that other peers have sent."""
+        return self.endpoint.bytes_received
+
+    def request(
+        self,
+        to: int,
+        request: Request,
+        *,
+        deadline: float,
+        payload: Sink | SinkFactory | None,
+        done: Callable[[Reply | GossipxError], None],
+        upload: Source | None = None,
+    ) -> Callable[[], None]:
+        """Send a request; see :meth:`gossipx.comm.CommManager.request`."""
+
+        def ended(result: Reply | Fault, content: memoryview | None) -> None:
+            if isinstance(result, Fault):
+                error = ERRORS[result](f"peer {to}: {result.name}")
+                done(error)
+                return
+            problem = None if content is None else _store(payload, result, content)
+            self._later(self._world.now, lambda: done(result if problem is None else problem))
+
+        content = None if upload is None else memoryview(bytearray(self._changed(upload.view)))
+        return self.endpoint.request(to, request, _size(content), content, deadline, ended)
+
+    def answer(
+        self,
+        key: Hashable,
+        reply: Reply,
+        *,
+        payload: Source | None,
+        deadline: float,
+        done: Callable[[bool], None],
+        begins: float = 0.0,
+    ) -> None:
+        """Answer a request; see :meth:`gossipx.comm.CommManager.answer`."""
+        content = None if payload is None else self._changed(payload.view)
+
+        def send() -> None:
+            self.endpoint.answer(key, reply, _size(content), content, deadline, done)
+
+        if begins > self._world.now:
+            self._later(begins, send)
+        else:
+            send()
+
+    def _received(self, sender: Endpoint, key: Hashable, request: Request, content: memoryview | None) -> None:
+        upload = None
+        if content is not None and isinstance(request, CarryingRequest):
+            upload = self._sink_for(sender.rank, request)
+            upload.take(0, content)
+        self._on_request(sender, key, request, upload)
+
+
+def _size(content: memoryview | None) -> int:
+    return 0 if content is None else content.nbytes
+
+
+def _store(payload: Sink | SinkFactory | None, reply: Reply, content: memoryview) -> GossipxError | None:
+    """Store the payload of a reply. Return the error if it does not fit."""
+    if payload is None or not isinstance(reply, CarryingReply):
+        return None
+    try:
+        sink = payload.fit(reply) if isinstance(payload, SinkFactory) else payload
+        sink.take(0, content)
+    except ProtocolError as error:
+        return error
+    return None
+
+
 class SimPeer(BasePeer):
     """A simulated peer that trains a real module.
 
     Args:
-        role, iterations: as for :class:`BasePeer`.
+        role, iterations, compute: as for :class:`BasePeer`.
         module: the model.
         gradient_step: makes one real optimizer step on ``peer.module``; called at the end of each step.
-        compute_seconds: virtual duration of a step, or a function that returns that of the next one.
-        arena: that of the module; None: a new one.
-        table_store_of: makes the tables of the module for a run with a parameter server; ``gradient_step`` then only
-            computes gradients. None: there is no parameter server.
-        codec_of: makes the codec of models; None: models are sent as raw values.
+        arena: that of the module.
+        table_store: the tables of the module in a run with a parameter server; ``gradient_step`` then only computes
+            gradients.
+        codec: of models; None: they are sent as raw values.
 
     Attributes:
         driver: carries out what the role decides.
@@ -77,25 +191,22 @@ class SimPeer(BasePeer):
         module: nn.Module,
         gradient_step: Callable[[SimPeer], None],
         iterations: int,
-        compute_seconds: float | Callable[[], float] = 1.0,
-        arena: ParameterArena | None = None,
-        table_store_of: Callable[[nn.Module], TableStore] | None = None,
-        codec_of: Callable[[ParameterArena], Coded | None] | None = None,
+        compute: Callable[[], float],
+        arena: ParameterArena,
+        table_store: TableStore | None = None,
+        codec: Coded | None = None,
     ):
-        super().__init__(role, iterations, self._next_seconds)
+        super().__init__(role, iterations, compute)
         self.module = module
-        self.compute_seconds = compute_seconds
-        self.arena = arena or ParameterArena(module, fragments=role.settings.values["fragments"])
+        self.arena = arena
+        self.table_store = table_store
         clock = VirtualClock(lambda: self.world.now, self.later, lambda: self.paused_seconds)
         self.driver = SimDriver(role, self.arena, clock, self.warn)
-        self.driver.tables.store = None if table_store_of is None else table_store_of(module)
-        self.driver.models.codec = None if codec_of is None else codec_of(self.arena)
+        self.driver.tables.store = table_store
+        self.driver.models.codec = codec
         self.changed: Callable[[memoryview], memoryview] = lambda model: model
         self._gradient_step = gradient_step
         self._lacks_since: float | None = None  # since when training waits for tables
-
-    def _next_seconds(self) -> float:
-        return self.compute_seconds() if callable(self.compute_seconds) else self.compute_seconds
 
     @property
     def step(self) -> int:
@@ -113,11 +224,6 @@ class SimPeer(BasePeer):
     def codec(self) -> Coded | None:
         """The codec of models; None: models are sent as raw values."""
         return self.driver.models.codec
-
-    @property
-    def table_store(self) -> TableStore | None:
-        """The tables of this peer; None without a parameter server."""
-        return self.driver.tables.store
 
     def weights(self) -> Tensor:
         """Return all trained values as one float64 vector."""

@@ -51,6 +51,7 @@ OnReply = Callable[[Reply | Fault, Any], None]
 """Called once with the reply and its content, or with the fault."""
 
 
+@dataclass(slots=True, eq=False)
 class OpenRequest:
     """A request that awaits its reply.
 
@@ -62,50 +63,43 @@ class OpenRequest:
         given_up: called if it ends before its reply is complete; the receiver sets it.
     """
 
-    __slots__ = ("done", "given_up", "request", "sender", "to", "transfer")
-
-    def __init__(self, sender: Endpoint, to: int, request: Request, done: OnReply):
-        self.sender = sender
-        self.to = to
-        self.request = request
-        self.done: OnReply | None = done
-        self.transfer: Transfer | None = None
-        self.given_up: Callable[[], None] = lambda: None
+    sender: Endpoint
+    to: int
+    request: Request
+    done: OnReply | None
+    transfer: Transfer | None = None
+    given_up: Callable[[], None] = lambda: None
 
 
+@dataclass(slots=True, eq=False)
 class _Answer:
     """An answer under way; ``done`` is called once with whether it was delivered."""
 
-    __slots__ = ("_asked", "_by", "_content", "_done", "_nbytes", "_reply", "transfer")
-
-    def __init__(
-        self, by: Endpoint, asked: OpenRequest, reply: Reply, nbytes: int, content: Any, done: Callable[[bool], None]
-    ):
-        self._by = by
-        self._asked = asked
-        self._reply = reply
-        self._nbytes = nbytes
-        self._content = content
-        self._done: Callable[[bool], None] | None = done
-        self.transfer: Transfer | None = None
+    by: Endpoint
+    asked: OpenRequest
+    reply: Reply
+    nbytes: int
+    content: Any
+    done: Callable[[bool], None] | None
+    transfer: Transfer | None = None
 
     def arrive(self) -> None:
         """Deliver the answer: its last byte is there."""
         self.transfer = None
-        self._end(self._asked.sender.replied(self._asked, self._reply, self._nbytes, self._content))
+        self._end(self.asked.sender.replied(self.asked, self.reply, self.nbytes, self.content))
 
     def abandon(self) -> None:
         """Abandon the answer, unless it has arrived."""
-        if self._done is not None:
+        if self.done is not None:
             if self.transfer is not None:
-                self._by.world.stop(self.transfer)
+                self.by.world.stop(self.transfer)
             self._end(False)
 
     def _end(self, whole: bool) -> None:
-        self._content = None  # the deadline's action keeps this object
-        done, self._done = self._done, None
+        self.content = None  # the deadline's action keeps this object
+        done, self.done = self.done, None
         if done is not None:
-            self._by.later(self._by.world.now, lambda: done(whole))
+            self.by.later(self.by.world.now, lambda: done(whole))
 
 
 class Endpoint:

@@ -12,6 +12,7 @@ from toy import ended
 from transcripts import LoggedWorld
 
 from gossipx import policies, topology
+from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
 from gossipx.settings import files
 from gossipx.sim import SimPeer
@@ -86,7 +87,8 @@ def run(policy: str, **settings: Any) -> LoggedWorld:
             manager = SyncManager(policies.parse(policy), seed=rank)
             given = files.resolve({"peer_timeout": 10, **settings})
             role = PeerRole(rank, PEERS, manager, full, random.Random(rank), incarnation, settings=given)
-            return SimPeer(role, module, trainer(*shard(rank), module, rank), ITERATIONS)
+            step = trainer(*shard(rank), module, rank)
+            return SimPeer(role, module, step, ITERATIONS, lambda: 1.0, ParameterArena(module))
 
         made.start(rank, maker)
 

@@ -14,6 +14,7 @@ from transcripts import LoggedWorld
 
 from gossipx import policies, topology
 from gossipx.assembly.server import Parts, serve
+from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
 from gossipx.server.mode import ServerMode
 from gossipx.settings import files
@@ -101,7 +102,7 @@ def make(
     )
     if not role.trains:
         iterations = 0
-    return SimPeer(role, made, step, iterations, compute, table_store_of=lambda _: served.table_store)
+    return SimPeer(role, made, step, iterations, lambda: compute, ParameterArena(made), store)
 
 
 def step(peer: SimPeer) -> None:

@@ -220,7 +220,7 @@ def test_a_limit_on_the_wait_for_peers_that_still_train():
 def test_a_peer_that_answers_but_hangs_is_left():
     """Its script hangs for ever; its threads still answer."""
     made = until(world(3, policy="tau:5"), 2, "step 10")
-    made.peers[2].compute_seconds = 1e6
+    made.peers[2]._compute = lambda: 1e6
     made.run(1000.0, until=lambda: all(made.lines(rank, "ends") for rank in (0, 1)))
     assert equal(made, [0, 1]) and agreed(made, [0, 1])
     assert made.lines(0, "no longer waiting for peer 2 at FINISH: it answers, but has made no progress for 200 s")

@@ -122,9 +122,10 @@ def make(
     role.members.nobody_waits_for(() if entry is None else entry.lost)
     if hub is not None and int(hub.hub) == rank and hub.hub_only:
         iterations = 0
-    codec_of = None if codec == "none" else _codec_of(codec, role, mix, references, settings)
     module = module or Point(rank, SIZE * settings.get("fragments", 1))
-    made = SimPeer(role, module, gradient_step, iterations, compute, codec_of=codec_of)
+    arena = ParameterArena(module, fragments=settings.get("fragments", 1))
+    coded = None if codec == "none" else _coded(codec, arena, role, mix, references, settings)
+    made = SimPeer(role, module, gradient_step, iterations, lambda: compute, arena, codec=coded)
     if (rule := outer.outer_from(across)) is not None:
         made.arena.use_outer(rule)
     if settings.get("init", "first") == "first":
@@ -132,21 +133,17 @@ def make(
     return made
 
 
-def _codec_of(
-    codec: str, role: PeerRole, mix: str, references: int, settings: dict[str, Any]
-) -> Callable[[ParameterArena], Coded]:
-    """Return a function that makes the codec of a peer's models."""
+def _coded(
+    codec: str, arena: ParameterArena, role: PeerRole, mix: str, references: int, settings: dict[str, Any]
+) -> Coded:
+    """Return the codec of a peer's models."""
     kind, public, rank, peers = codecs.parse(codec), mixing.mixing_from(mix).public, role.rank, role.members.size
-
-    def codec_of(arena: ParameterArena) -> Coded:
-        numbers = [fragment.number for fragment in arena.fragments]
-        if settings.get("exchange") == "waves":
-            return Coded([], waves=[WaveCodec(kind, arena, rank, peers, seed=rank, fragment=one) for one in numbers])
-        in_pairs = public and settings.get("mode") == "pushpull"
-        one = functools.partial(ModelCodec, kind, arena, references, seed=rank, public=public and not in_pairs)
-        return Coded([one(fragment=number) for number in numbers], in_pairs)
-
-    return codec_of
+    numbers = [fragment.number for fragment in arena.fragments]
+    if settings.get("exchange") == "waves":
+        return Coded([], waves=[WaveCodec(kind, arena, rank, peers, seed=rank, fragment=one) for one in numbers])
+    in_pairs = public and settings.get("mode") == "pushpull"
+    one = functools.partial(ModelCodec, kind, arena, references, seed=rank, public=public and not in_pairs)
+    return Coded([one(fragment=number) for number in numbers], in_pairs)
 
 
 def maker(rank: int, size: int, **options: Any) -> Callable[[int], SimPeer]:

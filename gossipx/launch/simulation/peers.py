@@ -104,8 +104,8 @@ class RealPeers:
             config.run.iterations if role.trains else 0,
             plan.times.of(rank),
             arena,
-            None if served is None else lambda _: served.table_store,
-            lambda arena: model_codec(config, arena, model, rank, plan.size),
+            None if served is None else served.table_store,
+            model_codec(config, arena, model, rank, plan.size),
         )
         if config.sync.init == "first":
             peer.begin_codec()
