@@ -288,29 +288,6 @@ def start(host: Host, rank: int, net: EmulatedNetwork, folder: Path, secret: dic
     )
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_interrupted_while_it_waits_ends_the_others(tmp_path: Path, bin_directory: Path) -> None:
-    """Ctrl-C before all processes have arrived."""
-    script = written(tmp_path)
-    body = f"""
-import os, signal, subprocess, sys, time
-def rank(r):
-    place = {{"GOSSIPX_RANK": str(r), "GOSSIPX_SIZE": "3", "GOSSIPX_MASTER": "localhost:{free_ports(1)[0]}"}}
-    command = [sys.executable, {str(script)!r}, {str(tmp_path)!r}]
-    return subprocess.Popen(command, env={{**os.environ, **place}}, stderr=subprocess.PIPE, text=True)
-one, other = rank(0), rank(1)
-for line in other.stderr:
-    if "waiting for rank 2 of 3" in line:
-        break
-other.send_signal(signal.SIGINT)
-print(one.communicate(timeout={LONG})[1])
-other.communicate(timeout={LONG})
-sys.exit(one.returncode)
-"""
-    ended = run([sys.executable, "-c", body], tmp_path, bin_directory)
-    assert "rank 1 aborted: KeyboardInterrupt" in ended.stdout and ended.returncode == 130, ended.stdout + ended.stderr
-
-
 @pytest.mark.parametrize("wrong", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_of_one_rank_ends_all(tmp_path: Path, wrong: int) -> None:
     """Every process reports the reason, for either rank; the ranks are given by options."""

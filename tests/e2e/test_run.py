@@ -220,9 +220,6 @@ def test_a_data_file_that_is_not_the_published_one_is_named(place: Any) -> None:
     assert "train-images-idx3-ubyte.gz: its md5 is" in line
 
 
-# --- strangers --------------------------------------------------------------------------------------
-
-
 # --- ``gossipx run --dry-run`` compared with real runs: the predicted traffic is the measured traffic --
 
 

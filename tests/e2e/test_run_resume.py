@@ -154,9 +154,6 @@ def test_a_scripts_own_parts_resume_and_the_script_need_not_be_named_again(place
     assert equal(again.model(0), straight.model(0))
 
 
-# --- what is left of one ------------------------------------------------------------------------------
-
-
 # --- resuming -----------------------------------------------------------------------------------------
 
 

@@ -75,40 +75,6 @@ SENDER = """
 """
 
 
-SINK = """
-    import socket
-    with socket.create_server(("0.0.0.0", 5000)) as server:
-        print("true", flush=True)
-        with server.accept()[0] as connection:
-            while connection.recv(1 << 20):
-                pass
-"""
-
-
-SOURCE = """
-    import json, selectors, socket, sys, time
-    count = int(sys.argv[1])
-    connections = [socket.create_connection((to, 5000)) for to in sys.argv[2:]]
-    began = time.monotonic()
-    with selectors.DefaultSelector() as ready:
-        for connection in connections:
-            connection.setblocking(False)
-            ready.register(connection, selectors.EVENT_WRITE, [memoryview(bytes(count))])
-        while ready.get_map():
-            for key, _ in ready.select():
-                left = key.data
-                left[0] = left[0][key.fileobj.send(left[0][:1 << 16]) :]
-                if not left[0]:
-                    ready.unregister(key.fileobj)
-    for connection in connections:
-        connection.setblocking(True)
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(1)  # it has everything, and has closed
-    print(json.dumps({"seconds": time.monotonic() - began, "got": count * len(connections)}))
-"""
-"""Sends ``count`` bytes to each of a number of sinks at once, until all have them."""
-
-
 def transfer(to: Host, senders: Sequence[Host], count: int) -> Any:
     """Return the receiver's report on ``count`` bytes from all senders together, each ready to send as many."""
     receiver = python(to, RECEIVER, len(senders), count)

@@ -122,16 +122,13 @@ MOMENTUM = {"outer": "momentum:0.6"}
         ({"mixing": "choco"}, "--mixing choco mixes encoded differences: give --codec, such as 3lc"),
         ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes encoded differences:"),
         ({"mixing": "choco", "codec": "3lc", "mode": "push"}, "--mixing choco is for pulls and pairs"),
-        ({"mixing": "choco", "mode": "pushpull"}, "--mixing choco mixes encoded differences: give --codec"),
         (
             {**MOMENTUM, "hub": "0"},
             "--outer momentum:0.6 is for peers that exchange with each other, and with --hub 0 they",
         ),
         ({**MOMENTUM, "servers": "0"}, "--outer momentum:0.6 is for peers that exchange with each other, and with"),
         ({**MOMENTUM, "mode": "push"}, "--outer momentum:0.6 acts on exchanges that a peer begins"),
-        ({**MOMENTUM, "mode": "push", "weights": "push-sum"}, "--outer momentum:0.6 acts on exchanges that a peer"),
         ({"outer": "nesterov"}, "--outer nesterov needs the mean of all models: give --exchange waves"),
-        ({"outer": "nesterov", "mode": "pushpull"}, "--outer nesterov needs the mean of all models"),
         ({"outer": "nesterov", "exchange": "waves", "init": "own"}, "--outer nesterov needs a common initial model"),
     ],
 )

@@ -197,9 +197,6 @@ def test_a_signal_that_arrives_while_peers_are_started_reaches_all(run: Run, mon
     assert run("while True: signal.pause()", peers="localhost") == 130
 
 
-"""A peer that trains until it receives SIGTERM."""
-
-
 # --- Signals as requests to stop a peer ----------------------------------------------------------------
 
 

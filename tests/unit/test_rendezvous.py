@@ -131,16 +131,25 @@ def test_two_processes_with_the_same_rank(world: LaunchWorld) -> None:
     assert isinstance(double, UsageError) and "two processes got rank 1 from srun" in str(double)
 
 
-def test_an_error_of_one_rank_ends_all_with_its_exit_code(world: LaunchWorld) -> None:
-    def act(rank: int) -> None:
-        with Rendezvous(replace(world, rank=rank), 60) as meeting:
-            if rank == 0:
-                raise UsageError("no such policy")
-            meeting.get("never")
+@pytest.mark.parametrize(
+    ("failing", "error", "told", "code"),
+    [(0, UsageError("no such policy"), "no such policy", 2), (1, KeyboardInterrupt(), "KeyboardInterrupt", 130)],
+)
+def test_an_error_of_one_rank_ends_all_with_its_exit_code(
+    world: LaunchWorld, failing: int, error: BaseException, told: str, code: int
+) -> None:
+    """Or Ctrl-C, before all processes have arrived."""
 
-    own, *others = each(world, range(3), act)
-    assert str(own) == "no such policy"
-    assert [(str(error), error.exit_code) for error in others] == [("rank 0 aborted: no such policy", 2)] * 2
+    def act(rank: int) -> None:
+        if rank == failing:
+            with pytest.raises(type(error)), Rendezvous(replace(world, rank=rank), 60):
+                raise error
+        else:
+            with Rendezvous(replace(world, rank=rank), 60) as meeting:
+                meeting.get("never")
+
+    others = [one for one in each(world, range(3), act) if one is not None]
+    assert [(str(one), one.exit_code) for one in others] == [(f"rank {failing} aborted: {told}", code)] * 2
 
 
 def test_another_program_listens_on_the_port(world: LaunchWorld) -> None:
