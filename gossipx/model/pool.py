@@ -23,7 +23,6 @@ when a call returns, and marks are empty.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import itertools
 import threading
@@ -44,18 +43,21 @@ Mark: TypeAlias = Any
 """A position in a stream, of a type that depends on the :class:`DeviceStreams`."""
 
 
-class DeviceStreams(abc.ABC):
-    """Submits work to the streams of one device; thread-safe.
+class DeviceStreams:
+    """Submits work to the streams of one device; thread-safe. Here all work is complete when the call returns.
+
+    Args:
+        on_host: whether the model is in host memory, so that no copies are needed.
 
     Attributes:
-        on_host: whether the model is in host memory, so that no copies are needed.
         later: whether work may be incomplete when the call that submitted it returns.
     """
 
-    on_host: bool = False
     later: bool = False
 
-    @abc.abstractmethod
+    def __init__(self, on_host: bool):
+        self.on_host = on_host
+
     def begin(self) -> None:
         """Make the calling thread's current stream the training stream; called by the training thread."""
 
@@ -63,23 +65,20 @@ class DeviceStreams(abc.ABC):
         """Return a new vector whose memory the training stream no longer uses otherwise."""
         return torch.empty_like(like)
 
-    @abc.abstractmethod
     def train(self, work: Callable[[], object]) -> None:
         """Submit ``work`` to the training stream."""
+        work()
 
-    @abc.abstractmethod
     def on_side_stream(self, work: Callable[[], object], after: Mark) -> None:
         """Submit ``work`` to the side stream, to begin once the work before ``after`` is complete."""
+        work()
 
-    @abc.abstractmethod
     def mark(self) -> Mark:
         """Return the current end of the training stream."""
 
-    @abc.abstractmethod
     def mark_side_stream(self) -> Mark:
         """Return the current end of the side stream."""
 
-    @abc.abstractmethod
     def wait(self, mark: Mark) -> None:
         """Block the calling thread until the work before the mark is complete."""
 
@@ -92,48 +91,15 @@ class DeviceStreams(abc.ABC):
         self.wait(self.mark())
         return there
 
-    @abc.abstractmethod
     def late(self, work: Callable[[], Tensor]) -> float:
         """Submit ``work``, which computes one number, to the training stream; return the previous number if possible.
 
         So training does not wait for its device: the previous number is complete by now, this one is not.
         """
+        return float(work())
 
-    @abc.abstractmethod
     def pin(self, buffer: HostBuffer) -> None:
         """Page-lock ``buffer`` for its lifetime, so that the device can copy without the processor."""
-
-
-@final
-class Synchronous(DeviceStreams):
-    """Streams whose work is complete when a call returns."""
-
-    def __init__(self, on_host: bool):
-        self.on_host = on_host
-
-    def begin(self) -> None:
-        pass
-
-    def pin(self, buffer: HostBuffer) -> None:
-        pass
-
-    def train(self, work: Callable[[], object]) -> None:
-        work()
-
-    def on_side_stream(self, work: Callable[[], object], after: Mark) -> None:
-        work()
-
-    def mark(self) -> Mark:
-        return None
-
-    def mark_side_stream(self) -> Mark:
-        return None
-
-    def wait(self, mark: Mark) -> None:
-        pass
-
-    def late(self, work: Callable[[], Tensor]) -> float:
-        return float(work())
 
 
 class Asynchronous(DeviceStreams):
@@ -141,7 +107,8 @@ class Asynchronous(DeviceStreams):
 
     later = True
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Tensor):
+        super().__init__(on_host=False)
         self._numbers = numbers  # two in host memory, used in turn
         self._marks: list[Mark] = [None, None]
         self._turn = 0
@@ -205,7 +172,7 @@ class Cuda(Asynchronous):
 
 def streams_of(device: torch.device) -> DeviceStreams:
     """Return the work queues of a device."""
-    return Cuda(device) if device.type == "cuda" else Synchronous(on_host=device.type == "cpu")
+    return Cuda(device) if device.type == "cuda" else DeviceStreams(on_host=device.type == "cpu")
 
 
 class HostBuffer:

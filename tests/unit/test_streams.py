@@ -16,7 +16,7 @@ from seeds import some
 from torch import Tensor, nn
 
 from gossipx.model.arena import ParameterArena
-from gossipx.model.pool import Asynchronous, DeviceStreams, HostBuffer, Mark, Snapshot, Synchronous, streams_of
+from gossipx.model.pool import Asynchronous, DeviceStreams, HostBuffer, Mark, Snapshot, streams_of
 from gossipx.model.receive import Incoming
 
 DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -180,7 +180,7 @@ def test_results_equal_those_of_a_synchronous_device(
         coin = random.Random(seed)
         late = Lazy(seed) if device == "late" else streams_of(torch.device("cuda"))
         sides = [
-            Side(dtype, sampled, Synchronous(on_host=True), "cpu", fragments),
+            Side(dtype, sampled, DeviceStreams(on_host=True), "cpu", fragments),
             Side(dtype, sampled, late, "cpu" if device == "late" else device, fragments),
         ]
         other = ParameterArena(Net(seed + 1, dtype), fragments=fragments)
