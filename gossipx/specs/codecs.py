@@ -1,19 +1,25 @@
-"""The table of built-in codecs, which parsing, shell completion, ``docs/codecs.md`` and the contract tests read.
+"""The table of built-in codecs, ``codecs.toml``, for parsing, completion, ``docs/codecs.md`` and the contract tests.
 
 It names the classes without importing them, since they import torch, and a shell completes names at each key press. A
-new codec is a class in a module of ``gossipx.codecs``, a row here, a test of its paper, and a line of the changelog.
+new codec is a class in a module of ``gossipx.codecs``, a table in that file, a test of its paper, and a line of the
+changelog.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib.resources
+from pathlib import Path
+
+import msgspec
+
+from gossipx.specs import toml
 
 ENTRY_POINT_GROUP = "gossipx.codecs"
 """Entry-point group by which installed packages add codecs."""
 
 
-class CodecRow(NamedTuple):
-    """A built-in codec. Its keys, their defaults and what they mean are those of its class.
+class CodecRow(msgspec.Struct, frozen=True):
+    """A built-in codec.
 
     Attributes:
         kind: the class, ``module.Class`` in the package ``gossipx.codecs``.
@@ -26,51 +32,25 @@ class CodecRow(NamedTuple):
     examples: tuple[str, ...]
 
 
-CODECS = {
-    "none": CodecRow("base.NoCodec", "32", ("none", "none+zlib")),
-    "fp16": CodecRow("levels.Float16", "16", ("fp16",)),
-    "bf16": CodecRow("levels.BFloat16", "16", ("bf16",)),
-    "int8": CodecRow("levels.Int8", "8", ("int8", "int8:block=64")),
-    "3lc": CodecRow(
-        "ternary.ThreeLC",
-        "0.1 to 1.6 per pass",
-        (
-            *("3lc:sparsity=1", "3lc:sparsity=1.75", "3lc:sparsity=1,residual=0.3"),
-            *("3lc:sparsity=1.5+zlib", "3lc:sparsity=1.5+zstd"),
-        ),
-    ),
-    "stochastic3": CodecRow("rivals.Stochastic3", "1.6", ("stochastic3",)),
-    "onebit": CodecRow("rivals.OneBit", "1", ("onebit",)),
-    "signsgd": CodecRow("rivals.SignSGD", "1", ("signsgd", "signsgd:magnitude=1")),
-    "efsignsgd": CodecRow("rivals.EFSignSGD", "1", ("efsignsgd",)),
-    "topk": CodecRow(
-        "sparse.TopK",
-        "32 and 1, or log₂ n, per sent value",
-        ("topk:ratio=0.05", "topk:ratio=0.05,sample=0.1", "topk:ratio=0.05,small=32+zstd"),
-    ),
-    "topk2": CodecRow(
-        "rivals.TopK2",
-        "9.5 per sent value",
-        ("topk2:ratio=0.05,chunk=256", "topk2:ratio=0.1,chunk=100,decay=1,small=32+zlib"),
-    ),
-    "qsgd": CodecRow("rivals.QSGD", "4", ("qsgd:levels=7", "qsgd:levels=4,block=0")),
-    "powersgd": CodecRow("rivals.PowerSGD", "32 · rank · (rows + columns) per matrix", ("powersgd:rank=2",)),
-    "dgc": CodecRow("sparse.DGC", "as topk", ("dgc:ratio=0.01",)),
-    "localsteps": CodecRow("rivals.LocalSteps", "32 / k", ("localsteps:k=2",)),
-}
+class RetiredCodec(msgspec.Struct, frozen=True):
+    """A codec that earlier versions had.
 
-RETIRED_CODECS = {
-    "uint8-minmax": "int8",
-    "natural": "int8 or qsgd",
-    "threshold": "topk",
-    "randomk": "topk",
-    "moniqua": "int8, with --references 0",
-}
-"""Codecs that earlier versions had, and what to use in their place."""
-RETIRED_NUMBERS = {6: "uint8-minmax", 8: "natural", 13: "threshold", 14: "randomk", 18: "moniqua"}
-"""Their numbers in frames, which no other codec may take."""
+    Attributes:
+        use: what to use in its place.
+        number: its number in frames, which no other codec may take.
+    """
+
+    use: str
+    number: int
+
+
+_TEXT = importlib.resources.files("gossipx.specs").joinpath("codecs.toml").read_text("utf-8")
+_TABLES = toml.loads(_TEXT, Path("codecs.toml"))
+CODECS = msgspec.convert(_TABLES["codecs"], dict[str, CodecRow])
+RETIRED_CODECS = msgspec.convert(_TABLES["retired"], dict[str, RetiredCodec])
+RETIRED_NUMBERS = {codec.number: name for name, codec in RETIRED_CODECS.items()}
 
 
 def retired(name: str) -> str:
     """Return what to tell a user of a codec that has been retired."""
-    return f"codec '{name}' has been retired: use {RETIRED_CODECS[name]}"
+    return f"codec '{name}' has been retired: use {RETIRED_CODECS[name].use}"
