@@ -22,7 +22,7 @@ from typing import Any, ClassVar, final
 from gossipx.errors import UsageError, how_to_install
 from gossipx.metrics import TensorBoardRecorder
 from gossipx.metrics.guarded_file import GuardedFile
-from gossipx.metrics.recorder import NullRecorder, Recorder
+from gossipx.metrics.recorder import Recorder
 from gossipx.specs import plugins
 
 log = logging.getLogger("gossipx")
@@ -287,6 +287,8 @@ class Several:
             each.close()
 
 
+NOWHERE: Recorder = Several(())
+"""The recorder of a run without one."""
 BUILT_IN: dict[str, type[RecorderKind]] = {"tensorboard": TensorBoard, "csv": CSV, "wandb": WandB, "mlflow": MLflow}
 
 
@@ -329,7 +331,7 @@ def open_all(spec: str, own: Recorder | None, of: Recorded) -> Recorder:
             raise UsageError(f"recorder= of type {type(own).__name__} has no method '{missing[0]}'")
         return own
     opened = [kind.open(of) for kind in recorders_from(spec)]
-    return opened[0] if len(opened) == 1 else Several(opened) if opened else NullRecorder()
+    return opened[0] if len(opened) == 1 else Several(opened) if opened else NOWHERE
 
 
 def _refused(name: str, error: Exception) -> UsageError:

@@ -21,7 +21,7 @@ from gossipx.compression import Coded, ModelCodec, WaveCodec
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
 from gossipx.metrics.board import HUB, PEERS, SERVERS, TEXT, WHOLE
-from gossipx.metrics.recorder import NullRecorder, Recorder
+from gossipx.metrics.recorder import Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import norms
 from gossipx.peer.joining.admission import settings_of_run, why_closed
@@ -227,7 +227,7 @@ class _Builder:
         """Return what records the peer's curves."""
         config, place = self.config, self.place
         if place.directory is None:
-            return NullRecorder()
+            return recorders.NOWHERE
         used = {
             WHOLE: True,
             TEXT: config.task.task == TEXT_TASK,

@@ -16,16 +16,3 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Flush and close."""
-
-
-class NullRecorder:
-    """Discards everything."""
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        pass
-
-    def unwritten(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass

@@ -7,7 +7,7 @@ sum to 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -89,8 +89,11 @@ def _shares(
 def mixing_matrix(weights: Weights, schedule: Schedule, beta: float = 0.5) -> Matrix:
     """Return the expected matrix [size, size] of a round in which every peer pulls once; rows sum to 1.
 
-    W_ij = β · q_ij · share_ij for j ≠ i, with q and shares as in :func:`shares`, and W_ii = 1 − Σ_j W_ij. For push-sum,
-    return :func:`push_sum_matrix`.
+    W_ij = β · q_ij · share_ij for j ≠ i, with q and shares as in :func:`shares`, and W_ii = 1 − Σ_j W_ij.
+
+    For push-sum every peer pushes half of its mass, and column i is the distribution of peer i's. So columns sum to 1,
+    which keeps the total mass (Kempe, Dobra, Gehrke, "Gossip-Based Computation of Aggregate Information", 2003,
+    Protocol Push-Sum).
 
     Args:
         beta: the mixing share β.
@@ -98,27 +101,11 @@ def mixing_matrix(weights: Weights, schedule: Schedule, beta: float = 0.5) -> Ma
     Raises:
         UsageError: as :func:`check_weights`.
     """
-    if weights == "push-sum":
-        return push_sum_matrix(schedule)
-    size = schedule.topology.size
+    size, pushes = schedule.topology.size, weights == "push-sum"
+    factors: Sequence[Mapping[int, float]] = [{}] * size if pushes else all_shares(weights, schedule)
     matrix = np.zeros((size, size))
-    for rank, factor in enumerate(all_shares(weights, schedule)):
+    for rank, factor in enumerate(factors):
         for other, often in schedule.frequency(rank).items():
-            matrix[rank, other] = beta * often * factor.get(other, 1.0)
+            matrix[rank, other] = (0.5 if pushes else beta) * often * factor.get(other, 1.0)
         matrix[rank, rank] = 1.0 - matrix[rank].sum()
-    return matrix
-
-
-def push_sum_matrix(schedule: Schedule) -> Matrix:
-    """Return the expected matrix [size, size] of a round in which every peer pushes half of its mass.
-
-    Column i is the distribution of peer i's mass. Columns sum to 1, so the total mass is kept (Kempe, Dobra, Gehrke,
-    "Gossip-Based Computation of Aggregate Information", 2003, Protocol Push-Sum).
-    """
-    size = schedule.topology.size
-    matrix = np.zeros((size, size))
-    for rank in range(size):
-        for other, often in schedule.frequency(rank).items():
-            matrix[other, rank] = often / 2
-        matrix[rank, rank] = 1.0 - matrix[:, rank].sum()
-    return matrix
+    return matrix.T if pushes else matrix

@@ -22,7 +22,7 @@ from gossipx.topology.analysis import (
     spectral_gap,
 )
 from gossipx.topology.schedules import SCHEDULES, schedule_from
-from gossipx.topology.weights import all_shares, check_weights, mixing_matrix, push_sum_matrix, shares
+from gossipx.topology.weights import all_shares, check_weights, mixing_matrix, shares
 
 NAMES = [
     "full",
@@ -114,7 +114,7 @@ def test_the_shares_of_all_are_those_of_each(graph: Topology, spec: str, weights
 )
 def test_push_sum_keeps_the_sum(graph: Topology) -> None:
     """Kempe et al. 2003, Proposition 2.2 (mass conservation): columns sum to 1."""
-    matrix = push_sum_matrix(schedule_from("random", graph))
+    matrix = mixing_matrix("push-sum", schedule_from("random", graph))
     np.testing.assert_allclose(matrix.sum(0), 1)
     assert (matrix.diagonal() > 0).all()
     for rank, others in enumerate(graph.neighbours):
@@ -123,7 +123,7 @@ def test_push_sum_keeps_the_sum(graph: Topology) -> None:
 
 def test_push_sum_ratios_come_to_the_mean_over_a_digraph() -> None:
     """s_t = A s, w_t = A w from w = 1: s / w → the mean at every peer, which a row-stochastic matrix would miss."""
-    matrix = push_sum_matrix(schedule_from("random", DIGRAPH))
+    matrix = mixing_matrix("push-sum", schedule_from("random", DIGRAPH))
     values = np.array([3.0, -1.0, 4.0, 8.0])
     mass = np.ones(4)
     start = values.mean()

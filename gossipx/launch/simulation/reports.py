@@ -15,7 +15,7 @@ from gossipx.errors import UsageError
 from gossipx.launch.simulation.plan import Plan
 from gossipx.metrics.aggregate import WORST, Aggregate
 from gossipx.metrics.board import HUB, PEERS, SERVERS, WHOLE
-from gossipx.metrics.recorder import NullRecorder, Recorder
+from gossipx.metrics.recorder import Recorder
 from gossipx.recorders import Recorded
 from gossipx.runtime import models
 from gossipx.runtime.figures.progress import Progress
@@ -60,7 +60,7 @@ class SimReporter(Reporter):
 
     def step_done(self, delta: float) -> None:
         super().step_done(delta)
-        is_kept = not isinstance(self._recorder, NullRecorder)  # it takes all models, of each peer
+        is_kept = self._recorder is not recorders.NOWHERE  # it takes all models, of each peer
         if is_kept and isinstance(self._peer, SimPeer) and self._peer.step % self._every == 0:
             own = self._peer.weights()
             others = [peer.weights() for peer in self._world.peers.values() if isinstance(peer, SimPeer)]
@@ -80,7 +80,7 @@ def peer_recorder(plan: Plan, directory: Path, rank: int, number: int, clock: Ca
     """
     config = plan.config
     if rank >= plan.scenario.simulation.recorded or number:
-        return NullRecorder()
+        return recorders.NOWHERE
     used = {WHOLE: True, PEERS: True, HUB: isinstance(config.mode, Elastic), SERVERS: isinstance(config.mode, Server)}
     parts = [part for part, is_used in used.items() if is_used]
     own, name = models.directory_of(directory, rank), str(config.run.name)
