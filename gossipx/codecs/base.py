@@ -8,9 +8,10 @@ float32 and back.
 A tensor with a non-finite value, or whose scale overflows, has no encoding. It decodes to NaN everywhere, so the
 receiver notices the fault as it would without a codec. Its accumulated error stays unchanged.
 
-:class:`PerTensor` encodes one tensor at a time with torch. The other codecs, such as ``3lc``, encode all tensors of a
-vector in one compiled loop, which is faster on a CPU. :class:`ErrorFeedback` adds the encoding error of one frame to
-the input of the next (3LC, section 3.1, "error accumulation"), so that no part of a gradient is lost, only delayed.
+:class:`PerTensor` encodes one tensor at a time with torch. The other codecs, such as ``3lc``, are :class:`Compiled`:
+they encode all tensors of a vector in one loop, which is faster on a CPU. :class:`ErrorFeedback` adds the encoding
+error of one frame to the input of the next (3LC, section 3.1, "error accumulation"), so that no part of a gradient is
+lost, only delayed.
 """
 
 from __future__ import annotations
@@ -412,6 +413,52 @@ def _put(values: Tensor, to: Tensor, add: bool) -> None:
     to.add_(values.to(to.device)) if add else to.copy_(values)
 
 
+class Compiled(Codec):
+    """A codec whose tensors in host memory are encoded and decoded in loops that numba compiles, all in one.
+
+    Attributes:
+        meant: what its tensors in a frame are, for messages.
+    """
+
+    needs_numba: ClassVar[bool] = True
+    meant: ClassVar[str]
+
+    @classmethod
+    @abc.abstractmethod
+    def _loops(cls) -> tuple[Callable[..., int], Callable[..., None]]:
+        """Return two loops, compiled: one that checks all tensors of a frame, and one that decodes them."""
+
+    @classmethod
+    @abc.abstractmethod
+    def _write_one(cls, data: Array, out: Tensor, add: bool) -> None:
+        """Decode one tensor, which has been checked, by torch on any device."""
+
+    def _begin(self, state: State, device: torch.device) -> None:
+        if device.type == "cpu":
+            self._loops()  # import and compile now, not during the first encode
+
+    @classmethod
+    def _read(cls, opened: OpenedFrame) -> Any:
+        fits, _ = cls._loops()
+        bad = fits(opened.body, opened.offsets, opened.contents.counts)
+        if bad >= 0:
+            number = opened.contents.encoded[bad]
+            raise ProtocolError(f"tensor {number} of a codec's frame is not {cls.meant} of its size")
+
+    @classmethod
+    def _write(cls, opened: OpenedFrame, read: Any, out: Tensor, starts: Array, add: bool) -> None:
+        counts = opened.contents.counts
+        if out.is_cpu:
+            _, into = cls._loops()
+            into(opened.body, opened.offsets, counts, out.numpy(), starts, add)
+            return
+        for (begin, end), start, count in zip(
+            pairwise(opened.offsets.tolist()), starts.tolist(), counts.tolist(), strict=True
+        ):
+            if begin < end:
+                cls._write_one(opened.body[begin:end], out[start : start + count], add)
+
+
 class PerTensor(Codec):
     """A codec that encodes one tensor at a time, on any device; most custom codecs derive from it.
 
@@ -480,8 +527,7 @@ class PerTensor(Codec):
     def _write(cls, opened: OpenedFrame, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
         for values, start in zip(read, starts.tolist(), strict=True):
             if values is not None:
-                to = out[start : start + len(values)]
-                to.add_(values) if add else to.copy_(values)
+                _put(values, out[start : start + len(values)], add)
 
 
 @final

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gossipx.codecs.base import Codec, FramePlan, PerTensor, State, compiled, floats
-from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
+from gossipx.codecs.base import Compiled, FramePlan, PerTensor, State, compiled, floats
+from gossipx.codecs.frames import Array, unpack_numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.errors import ProtocolError
 
@@ -58,7 +57,7 @@ class BFloat16(_Halves):
 
 @final
 @dataclass(frozen=True)
-class Int8(Codec):
+class Int8(Compiled):
     """``int8``: 255 levels from −max |x| to max |x| (3LC, section 4.2).
 
     Frame layout per tensor: the block size, the scales, and a byte per value.
@@ -70,16 +69,16 @@ class Int8(Codec):
     block: int = 0
     number: ClassVar[int] = 5
     alone: ClassVar[bool] = True
-    needs_numba: ClassVar[bool] = True
+    meant: ClassVar[str] = "int8"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.block < 2**32:
             raise ValueError("block counts values, from 1 on; 0: all of a tensor")
 
-    def _begin(self, state: State, device: torch.device) -> None:
-        if device.type == "cpu":
-            compiled()
+    @classmethod
+    def _loops(cls) -> tuple[Callable[..., int], Callable[..., None]]:
+        return compiled().levels_fit, compiled().levels_into
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 4 + 4 * blocks_of(count, self.block) + count
@@ -113,25 +112,12 @@ class Int8(Codec):
         return np.concatenate((np.frombuffer(struct.pack("<I", self.block), np.uint8), as_bytes(scales), data))
 
     @classmethod
-    def _read(cls, opened: OpenedFrame) -> None:
-        bad = compiled().levels_fit(opened.body, opened.offsets, opened.contents.counts)
-        if bad >= 0:
-            raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is not int8 of its size")
-
-    @classmethod
-    def _write(cls, opened: OpenedFrame, read: None, out: Tensor, starts: Array, add: bool) -> None:
-        if out.is_cpu:
-            compiled().levels_into(opened.body, opened.offsets, opened.contents.counts, out.numpy(), starts, add)
-            return
-        for index, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
-            if begin == end:
-                continue
-            start, count = int(starts[index]), int(opened.contents.counts[index])
-            scales = floats(opened.body[begin + 4 : end - count], out.device)
-            rounded = torch.from_numpy(opened.body[end - count : end].copy()).view(torch.int8).to(out.device)
-            values = (in_blocks(rounded, _block(opened.body[begin:end])) * scales[:, None]).view(-1)[:count]
-            to = out[start : start + count]
-            to.add_(values) if add else to.copy_(values)
+    def _write_one(cls, data: Array, out: Tensor, add: bool) -> None:
+        (block,) = unpack_numbers("<I", data)
+        end = len(data) - len(out)
+        rounded = torch.from_numpy(data[end:].copy()).view(torch.int8).to(out.device)
+        values = (in_blocks(rounded, block) * floats(data[4:end], out.device)[:, None]).view(-1)[: len(out)]
+        out.add_(values) if add else out.copy_(values)
 
 
 def blocks_of(count: int, block: int) -> int:
@@ -145,12 +131,6 @@ def in_blocks(values: Tensor, block: int) -> Tensor:
     padded = values.new_zeros(-(-len(values) // size) * size)
     padded[: len(values)] = values
     return padded.view(-1, size)
-
-
-def _block(data: Array) -> int:
-    block: int
-    (block,) = unpack_numbers("<I", data)
-    return block
 
 
 def check_size(data: Array, size: int, count: int) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import GATHERED, FramePlan, PerTensor, State, floats, norm, scattered
-from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
-from gossipx.errors import ProtocolError
+from gossipx.codecs.base import GATHERED, Compiled, FramePlan, PerTensor, State, floats, norm, scattered
+from gossipx.codecs.frames import Array, unpack_numbers
 
 VELOCITY = "velocity"
 """Key of the accumulated momentum in ``State.kept``."""
@@ -26,14 +24,14 @@ _SAMPLING_GAIN = 5
 """Sampling is faster than reading all values only if there are more than this many times as many."""
 
 
-class _Sparse(PerTensor):
+class _Sparse(Compiled, PerTensor):
     """Base class of sparse codecs.
 
     Frame layout per tensor: the number of sent values (8 bytes), their indices (a bit mask or packed numbers, whichever
     is smaller), and the values.
     """
 
-    needs_numba: ClassVar[bool] = True
+    meant: ClassVar[str] = "a sparse tensor"
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 8 + packing.bits_bytes(count, 1) + 4 * count
@@ -64,25 +62,13 @@ class _Sparse(PerTensor):
         return scattered(count, places, values)
 
     @classmethod
-    def _read(cls, opened: OpenedFrame) -> list[Tensor | None]:
-        bad = compiled().sparse_fits(opened.body, opened.offsets, opened.contents.counts)
-        if bad >= 0:
-            raise ProtocolError(
-                f"tensor {opened.contents.encoded[bad]} of a codec's frame is not a sparse tensor of its size"
-            )
-        return []
+    def _loops(cls) -> tuple[Callable[..., int], Callable[..., None]]:
+        return compiled().sparse_fits, compiled().sparse_into
 
     @classmethod
-    def _write(cls, opened: OpenedFrame, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
-        if out.is_cpu:
-            compiled().sparse_into(opened.body, opened.offsets, opened.contents.counts, out.numpy(), starts, add)
-            return
-        for index, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
-            if begin < end:
-                count, start = int(opened.contents.counts[index]), int(starts[index])
-                values = cls._values(opened.body[begin:end], (count,), count, out.device)
-                to = out[start : start + count]
-                to.add_(values) if add else to.copy_(values)
+    def _write_one(cls, data: Array, out: Tensor, add: bool) -> None:
+        values = cls._values(data, (len(out),), len(out), out.device)
+        out.add_(values) if add else out.copy_(values)
 
 
 @final
@@ -106,10 +92,6 @@ class TopK(_Sparse):
         check_ratio(self.ratio)
         if not 0 <= self.sample <= 1:
             raise ValueError("sample is a fraction of the values, from 0 to 1")
-
-    def _begin(self, state: State, device: torch.device) -> None:
-        if device.type == "cpu":
-            compiled()
 
     def _encode(
         self, x: Tensor, error: Tensor | None, state: State, plan: FramePlan, frame: Array, end: int, sizes: Array

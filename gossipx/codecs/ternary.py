@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import operator
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import Codec, FramePlan, State, compiled, norm
-from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
+from gossipx.codecs.base import Compiled, FramePlan, State, compiled, norm
+from gossipx.codecs.frames import Array, unpack_numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.errors import ProtocolError, UsageError
 
@@ -77,7 +78,7 @@ def decompress(scale: float, data: bytes, n: int) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class ThreeLC(Codec):
+class ThreeLC(Compiled):
     """``3lc``: round(x / m) with m = max |x| · s, five trits per byte, zero-run encoded (3LC, section 3).
 
     Frame layout per tensor: the number of passes, the size of each pass's codes except the last one's, the scales, and
@@ -92,7 +93,7 @@ class ThreeLC(Codec):
     sparsity: float = 1.0
     residual: float = 1.0
     number: ClassVar[int] = 3
-    needs_numba: ClassVar[bool] = True
+    meant: ClassVar[str] = "3LC"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,9 +109,9 @@ class ThreeLC(Codec):
         """Return the maximum number of passes, which take as many bytes as the float32 values."""
         return max(2, min(MAX_PASSES, 4 * count // (packing.trit_bytes(count) + 2 * _SCALE)))
 
-    def _begin(self, state: State, device: torch.device) -> None:
-        if device.type == "cpu":
-            compiled()  # import and compile now, not during the first encode
+    @classmethod
+    def _loops(cls) -> tuple[Callable[..., int], Callable[..., None]]:
+        return compiled().three_lc_fits, compiled().three_lc_into
 
     def _encode(
         self, x: Tensor, error: Tensor | None, state: State, plan: FramePlan, frame: Array, end: int, sizes: Array
@@ -150,21 +151,18 @@ class ThreeLC(Codec):
         return np.concatenate((np.frombuffer(begin, np.uint8), *codes))
 
     @classmethod
-    def _read(cls, opened: OpenedFrame) -> Any:
-        bad = compiled().three_lc_fits(opened.body, opened.offsets, opened.contents.counts)
-        if bad >= 0:
-            raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is not 3LC of its size")
-        return None
-
-    @classmethod
-    def _write(cls, opened: OpenedFrame, read: Any, out: Tensor, starts: Array, add: bool) -> None:
-        if out.is_cpu:
-            compiled().three_lc_into(opened.body, opened.offsets, opened.contents.counts, out.numpy(), starts, add)
-            return
-        for index, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
-            if begin < end:
-                count, start = int(opened.contents.counts[index]), int(starts[index])
-                _write_on_device(opened.body[begin:end], out[start : start + count], add)
+    def _write_one(cls, data: Array, out: Tensor, add: bool) -> None:
+        passes = int(data[0])
+        sizes = unpack_numbers(f"<{passes - 1}I", data, 1)
+        scales = unpack_numbers(f"<{passes}f", data, 1 + _SCALE * (passes - 1))
+        ends = [*accumulate(sizes, initial=1 + _SCALE * (2 * passes - 1)), len(data)]
+        for nth, (first, last) in enumerate(pairwise(ends)):
+            codes = torch.from_numpy(data[first:last].copy()).to(out.device)
+            packed = packing.lengthen_runs(codes, packing.trit_bytes(len(out)))
+            values = packing.unpack_trits(packed, len(out)) * torch.tensor(
+                scales[nth], dtype=torch.float32, device=out.device
+            )
+            out.add_(values) if add or nth else out.copy_(values)
 
 
 def _pass(values: Tensor, sparsity: float) -> tuple[float, Array]:
@@ -183,21 +181,6 @@ def pass_on_device(values: Tensor, sparsity: float) -> tuple[float, Array]:
     trits = (values + values > scale).to(torch.int8) - (values + values < -scale).to(torch.int8)
     values.sub_(scale * trits)
     return float(scale), as_bytes(packing.shorten_runs(packing.pack_trits(trits)))
-
-
-def _write_on_device(data: Array, out: Tensor, add: bool) -> None:
-    """Decode one tensor that has been checked, by torch on any device."""
-    passes = int(data[0])
-    sizes = unpack_numbers(f"<{passes - 1}I", data, 1)
-    scales = unpack_numbers(f"<{passes}f", data, 1 + _SCALE * (passes - 1))
-    ends = [*accumulate(sizes, initial=1 + _SCALE * (2 * passes - 1)), len(data)]
-    for nth, (first, last) in enumerate(pairwise(ends)):
-        codes = torch.from_numpy(data[first:last].copy()).to(out.device)
-        packed = packing.lengthen_runs(codes, packing.trit_bytes(len(out)))
-        values = packing.unpack_trits(packed, len(out)) * torch.tensor(
-            scales[nth], dtype=torch.float32, device=out.device
-        )
-        out.add_(values) if add or nth else out.copy_(values)
 
 
 def _check_sparsity(sparsity: float, error: type[Exception]) -> None:
