@@ -30,8 +30,6 @@ from gossipx.settings.sections import KEYS, ExchangeSettings, marked
 from gossipx.specs import suggest
 
 if TYPE_CHECKING:
-    from gossipx.launch.hosts import PeerLine
-    from gossipx.settings.sections import ExchangeSettings
     from gossipx.tools.query import PeerAnswer
 
 WATCH_EVERY = 2.0
@@ -343,7 +341,6 @@ def set_servers_command(run: Path, servers: str, logdir: Path) -> None:
     gossipx server set-servers runs/mine 0,1,2
     gossipx server set-servers mine node-a,node-b
     """
-    from gossipx.errors import UsageError
     from gossipx.launch.run.control_files import command
 
     given = [name.strip() for name in servers.split(",")]

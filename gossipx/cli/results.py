@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
@@ -14,9 +13,6 @@ from gossipx.cli.main_group import main
 from gossipx.cli.output import print_tables, shown
 from gossipx.cli.parsing import complete_run, debug, logdir_option
 from gossipx.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 
 @main.command("runs", short_help="List runs.")
