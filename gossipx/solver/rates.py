@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gossipx.solver.prototxt import SolverParameter
 
-Policy = Callable[[SolverParameter, int], float]
+Rate = Callable[[SolverParameter, int], float]
 """Returns the rate of an iteration, counted from 0, for a solver's parameters."""
 
 
@@ -32,26 +32,19 @@ def _sigmoid(param: SolverParameter, iteration: int) -> float:
     return param.base_lr / (1 + math.exp(exponent)) if exponent < 700 else 0.0  # exp would overflow
 
 
-POLICIES: dict[str, Policy] = {
-    "fixed": lambda param, iteration: param.base_lr,
-    "step": _stepped,
-    "exp": lambda param, iteration: param.base_lr * math.pow(param.gamma, iteration),
-    "inv": lambda param, iteration: param.base_lr * math.pow(1 + param.gamma * iteration, -param.power),
-    "multistep": _stepped,
-    "poly": _poly,
-    "sigmoid": _sigmoid,
+POLICIES: dict[str, tuple[tuple[str, ...], Rate]] = {
+    "fixed": ((), lambda param, iteration: param.base_lr),
+    "step": (("gamma", "stepsize"), _stepped),
+    "exp": (("gamma",), lambda param, iteration: param.base_lr * math.pow(param.gamma, iteration)),
+    "inv": (
+        ("gamma", "power"),
+        lambda param, iteration: param.base_lr * math.pow(1 + param.gamma * iteration, -param.power),
+    ),
+    "multistep": (("gamma", "stepvalue"), _stepped),
+    "poly": (("power", "max_iter"), _poly),
+    "sigmoid": (("gamma", "stepsize"), _sigmoid),
 }
-"""Schedules by ``lr_policy``."""
-NEEDS: dict[str, tuple[str, ...]] = {
-    "fixed": (),
-    "step": ("gamma", "stepsize"),
-    "exp": ("gamma",),
-    "inv": ("gamma", "power"),
-    "multistep": ("gamma", "stepvalue"),
-    "poly": ("power", "max_iter"),
-    "sigmoid": ("gamma", "stepsize"),
-}
-"""Required fields by ``lr_policy``."""
+"""The fields that each ``lr_policy`` needs, and its rate."""
 
 
 def learning_rate(param: SolverParameter, iteration: int) -> float:
@@ -66,6 +59,6 @@ def learning_rate(param: SolverParameter, iteration: int) -> float:
         iteration: number of updates before this one.
     """
     try:
-        return POLICIES[param.lr_policy](param, iteration)
+        return POLICIES[param.lr_policy][1](param, iteration)
     except OverflowError:  # gamma is above 1, and there are many iterations
         return math.inf

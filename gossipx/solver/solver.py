@@ -28,9 +28,9 @@ from gossipx.model.layout import plain_name
 from gossipx.solver import net as nets
 from gossipx.solver.net import Net, Objective, Score, SourceBatches
 from gossipx.solver.optimizers import DEFAULTS, TYPES, CaffeOptimizer
-from gossipx.solver.prototxt import SolverParameter
-from gossipx.solver.rates import learning_rate, steps_passed
-from gossipx.solver.trainable import check_trainable
+from gossipx.solver.prototxt import LEAST, SolverParameter
+from gossipx.solver.rates import POLICIES, learning_rate, steps_passed
+from gossipx.specs import known_word, texts
 
 Callback = Callable[[], object]
 
@@ -78,7 +78,7 @@ class Solver:
         stream: TextIO | None = None,
     ):
         tests = _test_data(test)
-        check_trainable(param, len(tests))
+        _check_trainable(param, len(tests))
         _check_arguments(net, scores)
         self.param = param
         self.iter = 0
@@ -418,6 +418,92 @@ def _factor(given: Mapping[str, float], name: str) -> float:
 def _caffe_output(name: str, value: float) -> str:
     """Format an output as Caffe does; for the loss add its weighted part in the objective, whose weight is 1."""
     return f"{name} = {value:g}" + (f" (* 1 = {value:g} loss)" if name == "loss" else "")
+
+
+# --- checks before training, many of which Caffe makes only when it uses a value --------------------
+
+
+def _check_trainable(param: SolverParameter, tests: int) -> None:
+    """Check that training can start.
+
+    Args:
+        param: the parameters.
+        tests: number of sets of test batches.
+
+    Raises:
+        UsageError: the first invalid field, with file, line and column.
+    """
+    for field, mistake in _mistakes(param, tests):
+        raise param.error(field, mistake)
+
+
+def _mistakes(param: SolverParameter, tests: int) -> Iterator[tuple[str, str]]:
+    yield from _known_names(param)
+    for field, least in LEAST.items():
+        if not getattr(param, field) >= least:  # also true for NaN
+            yield field, f"{getattr(param, field):g} is less than {least:g}"
+    yield from _rate(param)
+    yield from _of_type(param)
+    yield from _check_test_nets(param, tests)
+    for name in param.weight_files:
+        if texts.found(Path(name)) != "file":
+            yield "weights", f"there is no file '{name}'"
+
+
+def _known_names(param: SolverParameter) -> Iterator[tuple[str, str]]:
+    known: dict[str, Mapping[str, object]] = {
+        "type": TYPES,
+        "lr_policy": POLICIES,
+        "regularization_type": dict.fromkeys(("L1", "L2")),
+    }
+    for field, names in known.items():
+        if field == "lr_policy" and not param.lr_policy:
+            yield field, f"it is missing: one of {', '.join(POLICIES)}"
+        try:
+            known_word(field, getattr(param, field), names)
+        except UsageError as error:
+            yield field, str(error)
+
+
+def _rate(param: SolverParameter) -> Iterator[tuple[str, str]]:
+    if "base_lr" not in param.given:
+        yield "base_lr", "it is missing"
+    needs, _ = POLICIES[param.lr_policy]
+    for field in needs:
+        if field not in param.given:
+            yield field, f'it is missing, and lr_policy: "{param.lr_policy}" needs it'
+    if "stepsize" in needs and param.stepsize < 1:
+        yield "stepsize", f"{param.stepsize} is less than 1"
+    if list(param.stepvalue) != sorted(set(param.stepvalue)):
+        yield "stepvalue", f"must be in ascending order: {', '.join(map(str, param.stepvalue))}"
+    if param.lr_policy == "poly":
+        if not param.power >= 0:
+            yield "power", f'{param.power:g} is less than 0, and lr_policy: "poly" raises 0 to it at max_iter'
+        if param.max_iter < 1:
+            yield "max_iter", f'{param.max_iter} is less than 1, and lr_policy: "poly" divides by it'
+
+
+def _of_type(param: SolverParameter) -> Iterator[tuple[str, str]]:
+    if param.type in ("AdaGrad", "RMSProp") and param.momentum:
+        yield "momentum", f"{param.type} does not use it: leave it out"
+    if param.type in ("Adam", "AdaDelta") and not param.momentum < 1:
+        yield "momentum", f"must be less than 1 with {param.type}"
+    if param.type == "RMSProp" and not 0 <= param.rms_decay < 1:
+        yield "rms_decay", f"{param.rms_decay:g} is not in [0, 1)"
+    if param.type == "Adam" and not 0 <= param.momentum2 < 1:
+        yield "momentum2", f"{param.momentum2:g} is not in [0, 1)"
+
+
+def _check_test_nets(param: SolverParameter, tests: int) -> Iterator[tuple[str, str]]:
+    if len(param.test_iter) != tests:
+        yield "test_iter", f"it is given {len(param.test_iter)} times, once per test net, and test= has {tests} of them"
+    if tests and not param.test_interval:
+        yield "test_interval", "it is missing, and the test nets need it"
+    if any(count < 1 for count in param.test_iter):
+        yield "test_iter", f"{min(param.test_iter)} is less than 1"
+
+
+# --- signals and the log ---------------------------------------------------------------------------
 
 
 class _SignalRequests:
