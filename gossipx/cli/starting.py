@@ -115,7 +115,7 @@ def run_command(
     gossipx run --peers hosts.txt --seeds 0-4
     # resume a run from its checkpoints
     gossipx run --resume tau
-    # peers, topology and expected traffic; starts nothing
+    # peers and expected traffic; starts nothing
     gossipx run --peers hosts.txt --dry-run --link 100mbit
     # started by torchrun or SLURM: each process is one peer
     torchrun --nproc-per-node 4 --no-python gossipx run
@@ -204,29 +204,16 @@ def _dry_run(
     show_dry_run(found, as_json)
 
 
-FIXED_WITHIN = 0.01
-"""The encoded size counts as fixed if it differs from the codec's bound by less than this fraction of the bound."""
-
-
 def show_dry_run(found: DryRun, as_json: bool) -> None:
-    """Print the peers, topology and expected traffic of a run."""
+    """Print the peers and the expected traffic of a run."""
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2))
         return
     if found.notice is not None:
         print(found.notice, file=sys.stderr)
-    tables = [_peers_table(found)]
-    if found.topology is not None:
-        table = Table("", found.topology.topology, title="Topology", title_justify="left")
-        for what, value in found.topology.lines():
-            if not what.startswith("..."):  # these assume equal slots per machine, unlike a hosts file
-                table.add_row(what, value)
-        tables.append(table)
-    print_tables(*tables, _traffic_table(found))
+    print_tables(_peers_table(found), _traffic_table(found))
     for line in _traffic_notes(found):
         print(line)
-    for warning in () if found.topology is None else found.topology.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _peers_table(found: DryRun) -> Table:
@@ -243,8 +230,7 @@ def _peers_table(found: DryRun) -> Table:
 
 def _traffic_table(found: DryRun) -> Table:
     unit = "" if found.model.is_known else ", per MB of model"
-    title = f"Traffic of {found.iterations:,} iterations{unit}; {found.how}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=f"Traffic of {found.iterations:,} iterations{unit}", title_justify="left")
     table.add_column("", overflow="fold")
     for heading in ("times per peer", "MB each way", "busiest peer's", f"s at {found.link}"):
         table.add_column(heading, justify="right")
@@ -268,11 +254,7 @@ def _traffic_notes(found: DryRun) -> list[str]:
         size = "unknown size: figures are per MB; give the size by --model-size 45MB"
     notes = [f"model {model.name}: {size}, codec {model.codec}"]
     if model.encoded_bytes != model.exchanged_bytes:
-        most = model.encoded_at_most
-        bound = "" if most is None else f", at most {most / 1e6:.4g} MB"
-        is_fixed = most is not None and most - model.encoded_bytes < FIXED_WITHIN * most
-        assuming = "" if is_fixed else f" for normally distributed values{bound}"
-        notes[0] += f": {model.encoded_bytes / 1e6:.4g} MB{assuming}"
+        notes[0] += f": {model.encoded_bytes / 1e6:.4g} MB for normally distributed values"
     if found.fragments > 1:
         part = model.encoded_bytes / found.fragments
         notes.append(f"an exchange moves one of {found.fragments} fragments: {part / 1e6:.4g} MB")

@@ -28,7 +28,7 @@ from gossipx.launch.world.launchers import LaunchWorld, check_size
 from gossipx.model import layout
 from gossipx.runtime.figures.reporting import codec_of
 from gossipx.server.plan import server_ranks
-from gossipx.settings.modes import Elastic, HasPartners, Server, Waves
+from gossipx.settings.modes import Elastic, Server, Waves
 from gossipx.settings.scenario import MOST_PEERS, Churn, Compute, NetworkSettings, Scenario, Simulation
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.sim import World, traces
@@ -39,7 +39,7 @@ from gossipx.tasks.costs import published_sizes
 from gossipx.tasks.data import TASKS, load
 from gossipx.tasks.models import build_model
 from gossipx.topology import part_in_round, wave_rounds
-from gossipx.topology.analysis import LARGEST, Analysis, analyse
+from gossipx.topology.analysis import LARGEST
 from gossipx.topology.weights import Matrix
 from gossipx.transports.pace import parse_rate
 
@@ -85,7 +85,6 @@ class ModelPlan:
         exchanged_bytes: size without a codec.
         codec: the codec's spec.
         encoded_bytes: encoded size of normally distributed values.
-        encoded_at_most: largest encoded size; None: the codec has no useful bound.
         whole_bytes: size of the full model that a joining peer receives.
     """
 
@@ -94,7 +93,6 @@ class ModelPlan:
     exchanged_bytes: int
     codec: str
     encoded_bytes: int
-    encoded_at_most: int | None
     whole_bytes: int
 
 
@@ -129,8 +127,6 @@ class DryRun:
         policy: the run's policy, or the sync model of its servers.
         iterations: number of iterations that the figures are for.
         is_length_known: False: a script determines its own length.
-        how: the kind of exchange, in words.
-        topology: analysis of the graph; None: this kind of run has no graph, or it is too large to analyse.
         model: the exchanged model.
         link: rate of the link, as given.
         between_machines: True: peers of one machine share a link to the others. False: all peers are on one machine,
@@ -150,8 +146,6 @@ class DryRun:
     policy: str
     iterations: int
     is_length_known: bool
-    how: str
-    topology: Analysis | None
     model: ModelPlan
     link: str
     between_machines: bool
@@ -210,8 +204,6 @@ def dry_run(
         policy=settings.decides,
         iterations=settings.run.iterations,
         is_length_known=not script,
-        how=_how(settings, names),
-        topology=_topology(settings, checked),
         model=model,
         link=link,
         between_machines=apart,
@@ -329,7 +321,7 @@ def _simulated(
         scale = total / (FLOAT32 * sum(count for _, count in published_sizes(built_in)))
         # Gradients and values take the same way back and forth, so that the mean share gives the sum of both.
         coded = [codec for codec in (mode.push_codec, mode.pull_codec) if codec != "none"]
-        share = mean(_encoded(codecs.parse(codec), module, total)[0] / total for codec in coded) if coded else 1.0
+        share = mean(_encoded(codecs.parse(codec), module, total) / total for codec in coded) if coded else 1.0
     else:
         mode = replace(mode, policy=spec)
     is_central = isinstance(mode, Server | Elastic)
@@ -404,16 +396,15 @@ def _model(settings: RunConfig, script: list[str], module: nn.Module | None, siz
         exchanged, whole = layout.nbytes(module, settings.sync.buffers == "mix")
     else:
         exchanged = whole = ASSUMED if size is None else parse_size(size)
-    encoded, at_most = exchanged, None
+    encoded = exchanged
     if not isinstance(settings.mode, Server):
-        encoded, at_most = _encoded(codecs.parse(settings.values["codec"]), module, exchanged)
+        encoded = _encoded(codecs.parse(settings.values["codec"]), module, exchanged)
     return ModelPlan(
         name=settings.task.model if module is not None else script[0],
         is_known=module is not None or size is not None,
         exchanged_bytes=exchanged,
         codec=codec_of(settings),
         encoded_bytes=encoded,
-        encoded_at_most=at_most,
         whole_bytes=whole,
     )
 
@@ -427,13 +418,13 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _encoded(codec: codecs.Codec, module: nn.Module | None, exchanged: int) -> tuple[int, int | None]:
-    """Return the encoded size of a model with normally distributed values, and the bound for any values, in bytes.
+def _encoded(codec: codecs.Codec, module: nn.Module | None, exchanged: int) -> int:
+    """Return the encoded size of a model with normally distributed values, in bytes; of a large one, the bound for any.
 
     Buffers are not encoded. An unknown model is treated as one tensor.
     """
     if codec == codecs.NoCodec():
-        return exchanged, exchanged
+        return exchanged
     if module is None:
         tensors = codecs.Tensors.of(torch.empty(exchanged // FLOAT32, device="meta"))
     else:
@@ -443,13 +434,10 @@ def _encoded(codec: codecs.Codec, module: nn.Module | None, exchanged: int) -> t
     codec = codec.in_feedback()
     others = max(0, exchanged - tensors.nbytes)
     if tensors.length > SAMPLED:
-        at_most = codec.longest(tensors)
-        return at_most + others, at_most + others
-    state = codec.init(tensors)
+        return codec.longest(tensors) + others
     values = torch.randn(tensors.length, generator=torch.Generator().manual_seed(0))
-    frame, state = codec.encode(values, state)
-    at_most = codec.most(state)
-    return len(frame) + others, at_most + others if at_most < tensors.nbytes else None
+    frame, _ = codec.encode(values, codec.init(tensors))
+    return len(frame) + others
 
 
 # --- peers and exchanges --------------------------------------------------------------------------
@@ -472,7 +460,7 @@ def _peers(checked: Checked) -> list[PeerPlan]:
         PeerPlan(
             rank=peer.rank,
             name=peer.name,
-            address=f"[{peer.host}]:{peer.port}" if ":" in peer.host else f"{peer.host}:{peer.port}",
+            address=peer.shown,
             device=peer.device or settings.run.device,
             here=peer.rank in checked.here,
             part=part(peer.rank),
@@ -485,28 +473,3 @@ def _machines(checked: Checked) -> list[int]:
     """Return the machine's number of each peer, by rank."""
     hosts = ["" if peer.rank in checked.here else peer.host for peer in checked.peers]
     return [hosts.index(host) for host in hosts]
-
-
-def _how(settings: RunConfig, names: Sequence[str]) -> str:
-    hub = rank_of_hub(settings.mode, names)
-    servers = server_ranks(settings, names)
-    if servers is not None:
-        return f"servers {', '.join(names[rank] for rank in servers)}: each worker pushes and pulls in each iteration"
-    if hub is not None:
-        return f"hub {names[hub]}: receives a model and sends its centre"
-    if isinstance(settings.mode, Waves):
-        return "waves: a peer that fires makes all peers average their models"
-    return {
-        "pull": "pulls: a peer that fires fetches the model of a neighbour",
-        "push": "pushes: a peer that fires makes a neighbour fetch its model",
-        "pushpull": "pairs: a peer that fires and a neighbour average their models; a peer is in one pair at a time",
-    }[settings.values["mode"]]
-
-
-def _topology(settings: RunConfig, checked: Checked) -> Analysis | None:
-    mode = settings.mode
-    if isinstance(mode, Elastic) or not isinstance(mode, HasPartners):
-        return None
-    hosts = [peer.host for peer in checked.peers]
-    graph = build_schedule(settings, len(hosts), hosts).topology
-    return analyse(graph, mode.schedule, mode.weights, seed=settings.run.seed)

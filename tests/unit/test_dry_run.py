@@ -127,16 +127,10 @@ def test_bytes_are_those_that_an_arena_has(name: str, mixed: bool) -> None:
     assert found == (arena.nbytes(), arena.nbytes(whole=True))
 
 
-def test_a_codec_has_a_bound_and_a_size_for_normally_distributed_values(place: Path) -> None:
-    fixed = look(codec="int8", iterations=20).model
-    assert fixed.encoded_at_most is not None and 0 <= fixed.encoded_at_most - fixed.encoded_bytes < 100
+def test_a_codec_is_measured_on_normally_distributed_values(place: Path) -> None:
+    fixed, ternary, sparse = (look(codec=codec, iterations=20).model for codec in ("int8", "3lc", "topk:ratio=0.01"))
     assert fixed.exchanged_bytes / fixed.encoded_bytes == pytest.approx(4, rel=0.02)
-    ternary = look(codec="3lc", iterations=20).model
-    # 3LC, section 3.2: at most 1.6 bits per value.
-    assert ternary.encoded_at_most is not None and ternary.encoded_at_most * 8 / 102_882 == pytest.approx(1.6, rel=0.02)
-    assert ternary.encoded_bytes < ternary.encoded_at_most
-    sparse = look(codec="topk:ratio=0.01", iterations=20).model
-    assert sparse.encoded_at_most is None  # a tensor may have to be sent dense, so that the bound is of no use
+    assert ternary.encoded_bytes * 8 / 102_882 < 1.6, "3LC, section 3.2: at most 1.6 bits per value"
     assert sparse.encoded_bytes < 0.05 * LENET
 
 
@@ -169,7 +163,6 @@ def test_peers_of_this_machine_and_of_others(place: Path) -> None:
     assert row.exchanges == 100 and row.received_bytes == 100 * LENET
     # Each of a machine's two peers pulls from the other machine about every second time: one model per round each way.
     assert row.link_seconds == pytest.approx(100 * LENET / 12.5e6, rel=0.25) and found.between_machines
-    assert found.topology is not None and found.topology.degree_max == 2
     slower = look(hosts="two.txt", link="1gbit", policy="tau:10", iterations=1000, max_rate="25mbit", **settings)
     assert (slower.exchange_rate, slower.exchange_seconds) == ("25mbit", LENET / 3.125e6)
     # Each peer sends about half a model per round to the other machine, at a quarter of the rate.
@@ -242,8 +235,8 @@ def test_options_that_need_dry_run(place: Path, option: list[str]) -> None:
 
 def test_json_and_text_output(place: Path) -> None:
     plain = json.loads(gossipx("--peers", "hosts.txt", "--policy", "tau:10", "--iterations", "100", "--json").stdout)
-    assert plain["traffic"][0]["exchanges"] == 10 and plain["topology"]["size"] == 4
+    assert plain["traffic"][0]["exchanges"] == 10
     shown = gossipx("--peers", "hosts.txt", "--policy", "tau:10", "--iterations", "100", "--codec", "3lc").stdout
-    for word in ("Nothing was started", "localhost:29403", "spectral gap", "tau:10", "s at 1gbit", "at most"):
+    for word in ("Nothing was started", "localhost:29403", "tau:10", "s at 1gbit", "for normally distributed values"):
         assert word in shown
     assert not (place / "runs").exists()
