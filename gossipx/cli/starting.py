@@ -30,7 +30,7 @@ from gossipx.cli.parsing import (
     script_argument,
 )
 from gossipx.errors import UsageError
-from gossipx.launch.world.launchers import MOST, LaunchWorld, find, with_options
+from gossipx.launch.world.launchers import MOST, LaunchWorld, find
 from gossipx.settings import files
 from gossipx.settings.sections import KEYS, RunConfig
 
@@ -77,11 +77,6 @@ if TYPE_CHECKING:
 )
 @click.option("--model-size", metavar="BYTES", help="With --dry-run: size of a SCRIPT's model, such as 45MB.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
-@click.option(
-    "--rank", type=click.IntRange(0), help="Rank of this process, if it is one peer.  [default: GOSSIPX_RANK]"
-)
-@click.option("--size", type=click.IntRange(1), help="With --rank: number of peers.  [default: GOSSIPX_SIZE]")
-@click.option("--master", metavar="HOST[:PORT]", help="With --rank: where rank 0 listens.  [default: GOSSIPX_MASTER]")
 @options(*KEYS)
 @debug
 @help_all
@@ -95,9 +90,6 @@ def run_command(
     link: str | None,
     model_size: str | None,
     as_json: bool,
-    rank: int | None,
-    size: int | None,
-    master: str | None,
     script: tuple[str, ...],
     **settings: Any,
 ) -> None:
@@ -126,18 +118,17 @@ def run_command(
     from gossipx.launch.world.source import source_of
 
     _check_together(click.get_current_context().params)
-    environ = with_options(os.environ, rank, size, master)
     over_ssh = Command(settings, config_file, resume, script) if ssh else None
     if resume is not None:
         if config_file:
             raise UsageError("--config is for a new run, but --resume uses the settings of the run: leave one out")
-        sys.exit(_resume(resume, settings, list(script), environ, over_ssh))
+        sys.exit(_resume(resume, settings, list(script), over_ssh))
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
-    source = source_of(hosts, script, environ)
+    source = source_of(hosts, script, os.environ)
     if dry_run:
-        world = find(environ) if source.launcher else None
+        world = find(os.environ) if source.launcher else None
         _dry_run(resolved, source.hosts, list(script), world, link, model_size, as_json)
     elif seeds is not None:
         from gossipx.launch.run.several_seeds import launch_each, parse
@@ -147,17 +138,15 @@ def run_command(
         sys.exit(launch(source, resolved, list(script), over_ssh=over_ssh).code)
 
 
-def _resume(
-    run: str, settings: Mapping[str, Any], script: list[str], environ: Mapping[str, str], over_ssh: OverSsh | None
-) -> int:
+def _resume(run: str, settings: Mapping[str, Any], script: list[str], over_ssh: OverSsh | None) -> int:
     from gossipx.launch.directory.resume import peers_before, settings_of
     from gossipx.launch.run.processes import launch
     from gossipx.launch.world.source import source_of
 
-    world = find(environ)
+    world = find(os.environ)
     started = None if world is None else (world.size, world.source)
     resolved, hosts, script = settings_of(run, settings, script, started)
-    source = source_of(hosts, script, environ)
+    source = source_of(hosts, script, os.environ)
     return launch(source, resolved, script, resumes=peers_before(resolved), over_ssh=over_ssh).code
 
 
@@ -317,7 +306,7 @@ def simulate_command(scenario: str | None, lists: bool, **settings: Any) -> None
     sys.exit(run(load(path, settings), Path(path).stem))
 
 
-NOT_OF_A_JOB = ("seeds", "ssh", "dry_run", "link", "model_size", "as_json", "rank", "size", "master")
+NOT_OF_A_JOB = ("seeds", "ssh", "dry_run", "link", "model_size", "as_json")
 """Options of ``gossipx run`` that have no use in a job, where the scheduler defines the peers."""
 
 

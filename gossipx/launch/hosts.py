@@ -60,17 +60,21 @@ class PeerLine:
         return _shown(self.host, self.port)
 
 
-def address_of(text: str) -> tuple[str, int]:
+def address_of(text: str, name: str = "--peers", otherwise: int = DEFAULT_PORT) -> tuple[str, int]:
     """Return the host and the port that ``host[:port]`` names.
+
+    Args:
+        name: of the option or variable, for messages.
+        otherwise: the port if none is given.
 
     Raises:
         UsageError: it is malformed.
     """
     match = _LINE.fullmatch(text)
-    port = match["port"] if match is not None and match["port"] is not None else str(DEFAULT_PORT)
-    if match is None or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"'{text}' is not HOST:PORT (write an IPv6 address in brackets)")
-    return match["host"].strip("[]"), int(port)
+    port = match["port"] if match is not None else None
+    if match is None or (port is not None and not (port.isdecimal() and 0 < int(port) < 65536)):
+        raise UsageError(f"{name} is {text[:50]!r}, not host[:port] (write an IPv6 address in brackets)")
+    return match["host"].strip("[]"), otherwise if port is None else int(port)
 
 
 def read_hosts(path: Path) -> list[PeerLine]:
@@ -190,7 +194,7 @@ def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) ->
     """
     if advertise is not None:  # behind NAT, no address of the file may belong to this machine: names are not resolved
         addresses: Mapping[str, Sequence[_Address]] = {}
-        loopback = {peer.host: peer.host for peer in peers if _is_loopback_word(peer.host)}
+        loopback = {peer.host: peer.host for peer in peers if is_loopback_name(peer.host)}
     else:
         addresses = _resolved(peers, path)
         loopback = {host: str(own[0]) for host, own in addresses.items() if own[0].is_loopback}
@@ -270,7 +274,7 @@ def resolve(names: Iterable[str]) -> dict[str, tuple[_Address, ...] | str]:
 
 def only_address(bind: str) -> str | None:
     """Return the one address on which a peer with this ``--bind`` listens; None: all, loopback, or a name."""
-    if not _is_address(bind):
+    if not is_address(bind):
         return None
     address = ipaddress.ip_address(bind)
     return None if address.is_unspecified or address.is_loopback else bind
@@ -284,7 +288,7 @@ def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
     """
     address = _resolved([replace(peer, behind_nat=False)], path)[peer.host][0]  # its own host must know its name
     literal = LOOPBACK if bind == "localhost" else bind
-    chosen = ipaddress.ip_address(literal) if _is_address(literal) else None
+    chosen = ipaddress.ip_address(literal) if is_address(literal) else None
     if chosen is None:
         try:
             socket.getaddrinfo(bind, None)
@@ -317,7 +321,7 @@ def _refuse_mixture(loopback: Mapping[str, str], peers: Sequence[PeerLine], path
     """Refuse a file in which some hosts, but not all, are loopback; ``loopback`` has the addresses of those."""
     first = next((peer for peer in peers if peer.host in loopback), None)
     if first is not None and any(peer.host not in loopback for peer in peers):
-        is_name = not _is_loopback_word(first.host)  # Debian's installer gives a machine's own name 127.0.1.1
+        is_name = not is_loopback_name(first.host)  # Debian's installer gives a machine's own name 127.0.1.1
         shown = f"{loopback[first.host]} here" if is_name else "loopback"
         advice = "correct /etc/hosts, or give its address" if is_name else "give its network address"
         reason = f"'{first.host}' is {shown}, which other machines cannot reach: {advice}"
@@ -327,7 +331,8 @@ def _refuse_mixture(loopback: Mapping[str, str], peers: Sequence[PeerLine], path
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Return whether a host, as written, is an address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -335,8 +340,9 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def _is_loopback_word(host: str) -> bool:
-    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+def is_loopback_name(host: str) -> bool:
+    """Return whether a host, as written, is a loopback address or localhost; no name is resolved."""
+    return host.lower() == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_here(address: _Address) -> bool:

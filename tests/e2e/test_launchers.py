@@ -290,15 +290,16 @@ def start(host: Host, rank: int, net: EmulatedNetwork, folder: Path, secret: dic
 
 @pytest.mark.parametrize("wrong", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_of_one_rank_ends_all(tmp_path: Path, wrong: int) -> None:
-    """Every process reports the reason, for either rank; the ranks are given by options."""
+    """Every process reports the reason, for either rank; the ranks are given by gossipx's own variables."""
     (tmp_path / "there.py").write_text("")
     (port,) = free_ports(1)
     starts = []
     for rank in (0, 1):
-        place = ("--rank", str(rank), "--size", "2", "--master", f"localhost:{port}", "--rendezvous-timeout", str(LONG))
+        place = {"GOSSIPX_RANK": str(rank), "GOSSIPX_SIZE": "2", "GOSSIPX_MASTER": f"localhost:{port}"}
+        environment = {**os.environ, **place}
         script = "nowhere.py" if rank == wrong else "there.py"
-        command = [sys.executable, "-m", "gossipx", "run", *place, script]
-        starts.append(subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True))
+        command = [sys.executable, "-m", "gossipx", "run", "--rendezvous-timeout", str(LONG), script]
+        starts.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True))
     told = [one.communicate(timeout=LONG)[1] for one in starts]
     assert [one.returncode for one in starts] == [2, 2], told
     assert "nowhere.py: script not found" in told[wrong]

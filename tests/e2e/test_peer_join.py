@@ -240,7 +240,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(tmp_path: Path) -> None
         (nowhere,) = places(1)
         line = one_line(join(here, nowhere).end(), 1)
         assert "no peer of a run answers at --peers: " in line and "Connection refused" in line
-        assert "'a:b:c' is not HOST:PORT" in one_line(join(here, "a:b:c").end(), 2)
+        assert "--peers is 'a:b:c', not host[:port]" in one_line(join(here, "a:b:c").end(), 2)
 
         other = here.script("with gossipx.join(nn.Linear(4, 1)): pass")
         mismatch = join(here, here.names[0], other, here.path).end()

@@ -136,7 +136,6 @@ def test_the_help_of_run_shows_only_the_common_options_under_their_headings() ->
         (["--finish", "never"], "--help-all"),
         (["--mixing"], "--help-all"),
         (["--polcy", "never"], "--help-all"),
-        (["--rank", "-1"], "--help-all"),
     ],
 )
 def test_an_error_names_the_help_that_shows_its_option(place: Path, arguments: list[str], help: str) -> None:

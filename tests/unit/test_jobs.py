@@ -115,7 +115,6 @@ def test_arguments_come_to_the_container_as_they_are(text: str) -> None:
             "--advertise n1 is one machine's address",
         ),
         (["slurm", "--", "--dry-run"], "--dry-run has no use in a job"),
-        (["slurm", "--", "--rank", "0"], "--rank has no use in a job"),
         (["slurm", "--nodes", "2", "--", "--min-peers", "9"], "--min-peers 9 is more than the 2 peers"),
         (["kubernetes", "--peers", "2", "--image", "x y"], "--image 'x y'"),
         (["kubernetes", "--peers", "2", "--image", ""], "--image ''"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gossipx.errors import UsageError
-from gossipx.launch.world.launchers import DEFAULT_PORT, PORTS, find, hostnames, rank_among, with_options
+from gossipx.launch.world.launchers import DEFAULT_PORT, PORTS, find, hostnames, rank_among
 
 TORCHRUN = {
     "RANK": "3",
@@ -233,33 +233,6 @@ def test_on_one_machine_the_rendezvous_is_on_loopback() -> None:
 def test_contradicting_variables_are_named(environ: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError) as caught:
         find(environ)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
-
-
-Options = tuple[int | None, int | None, str | None]
-
-
-def test_options_have_precedence() -> None:
-    world = find(with_options(OWN, 0, None, "head:9"))
-    assert world is not None and (world.rank, world.size, world.master, world.port) == (0, 2, "head", 9)
-    assert find(with_options({}, None, None, None)) is None
-
-
-@pytest.mark.parametrize(
-    ("environ", "options", "told"),
-    [
-        ({}, (1, None, None), "--rank is set but --size is not"),
-        (TORCHRUN, (None, 2, None), "--size is set but --rank is not"),
-        ({}, (2, 2, None), "--rank is 2, but with --size 2 ranks are 0 to 1"),
-        (OWN, (2, None, None), "--rank is 2, but with GOSSIPX_SIZE 2 ranks are 0 to 1"),
-        (OWN, (None, 1, None), "GOSSIPX_RANK is 1, but with --size 1 ranks are 0 to 0"),
-        ({}, (0, 70_000, None), "--size is '70000', not an integer from 1"),
-        ({}, (0, 2, "x:99999"), "--master is 'x:99999', not host[:port]"),
-    ],
-)
-def test_contradicting_options_are_named(environ: dict[str, str], options: Options, told: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        with_options(environ, *options)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -5,7 +5,6 @@ This module only reads a mapping of variables; :mod:`gossipx.launch.world.rendez
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import re
 import zlib
@@ -22,6 +21,7 @@ from gossipx.launch.environment import (
     ENV_RANK,
     ENV_SIZE,
 )
+from gossipx.launch.hosts import LOOPBACK, address_of, is_address, is_loopback_name
 from gossipx.protocol.places import is_everywhere
 
 DEFAULT_PORT = 29500
@@ -31,7 +31,6 @@ PORTS = range(20_000, 30_000)
 used registered ports, below ephemeral ports."""
 MOST = 65_536
 """Maximum number of processes of a run."""
-_LOOPBACK = "127.0.0.1"
 _NO_TASKS_STEP = 0xFFFFFFF0
 """SLURM's step numbers from here on are steps without tasks: the job's script, its shell, external steps."""
 
@@ -102,26 +101,6 @@ def _check_own_rank(given: Mapping[str, str], found: LaunchWorld) -> None:
         )
 
 
-def with_options(environ: Mapping[str, str], rank: int | None, size: int | None, master: str | None) -> dict[str, str]:
-    """Return the environment with ``--rank``, ``--size`` and ``--master`` in place of their variables.
-
-    Raises:
-        UsageError: they contradict each other or the environment; names the option.
-    """
-    options = {ENV_RANK: ("--rank", rank), ENV_SIZE: ("--size", size), ENV_MASTER: ("--master", master)}
-    merged = {**environ, **{name: str(value) for name, (_, value) in options.items() if value is not None}}
-    if rank is not None or size is not None:
-        rank_from, size_from = (
-            name if options[name][1] is None and environ.get(name) else options[name][0]
-            for name in (ENV_RANK, ENV_SIZE)
-        )
-        values = {rank_from: merged.get(ENV_RANK), size_from: merged.get(ENV_SIZE)}
-        _rank_of_size({name: value for name, value in values.items() if value}, rank_from, size_from)
-    if master is not None:
-        _host_and_port(master, "--master")
-    return merged
-
-
 def why_none(environ: Mapping[str, str]) -> str:
     """Return advice for a user who expected a world, as the end of a message; empty: nothing suggests that one was
     expected."""
@@ -159,14 +138,6 @@ def check_size(world: LaunchWorld, size: int, hosts: Path) -> None:
             " many, or leave the list out",
             hosts,
         )
-
-
-def is_loopback_name(host: str) -> bool:
-    """Return whether a host, as written, is a loopback address or localhost; no name is resolved."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 # --- launchers ----------------------------------------------------------------------------------------
@@ -301,13 +272,13 @@ def _world(
     their_port = _number(given, "MASTER_PORT", 1, 65_535)
     master, master_from = None, ENV_MASTER
     if ENV_MASTER in given:
-        master, own_port = _host_and_port(given[ENV_MASTER], ENV_MASTER)
+        master, own_port = address_of(given[ENV_MASTER], ENV_MASTER, 0)
         port = own_port or (None if agent else their_port) or port  # MASTER_PORT is the agent's own
         agent = False
     else:
         port = their_port or port
         if one_host and not agent:
-            master, master_from = _LOOPBACK, "all processes are on this machine"
+            master, master_from = LOOPBACK, "all processes are on this machine"
         elif "MASTER_ADDR" in given:
             master, master_from = _host(given["MASTER_ADDR"]), "MASTER_ADDR"
         elif has_nodes:
@@ -341,23 +312,11 @@ def _number(given: Mapping[str, str], name: str, least: int, most: int) -> int |
     return int(text)
 
 
-def _host_and_port(text: str, name: str) -> tuple[str, int | None]:
-    match = re.fullmatch(r"(\[[^\]\s]+\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
-    if match is None or (match[2] and not 1 <= int(match[2]) <= 65_535):
-        raise UsageError(f"{name} is {text[:50]!r}, not host[:port] (write an IPv6 address in brackets)")
-    return match[1].strip("[]"), int(match[2]) if match[2] else None
-
-
 def _host(text: str) -> str:
     """Return the host in MASTER_ADDR, which has no port, so an IPv6 address needs no brackets."""
     host = text.strip("[]")
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        if not re.fullmatch(r"[^\s:/\[\]]+", host):
-            raise UsageError(
-                f"MASTER_ADDR is {text[:50]!r}, not a host name or address; the port is MASTER_PORT"
-            ) from None
+    if not is_address(host) and not re.fullmatch(r"[^\s:/\[\]]+", host):
+        raise UsageError(f"MASTER_ADDR is {text[:50]!r}, not a host name or address; the port is MASTER_PORT")
     return host
 
 

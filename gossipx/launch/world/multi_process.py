@@ -22,10 +22,10 @@ import torch
 from gossipx.errors import UsageError
 from gossipx.launch.directory import HOSTS_FILE, RunDirectory, checked_name, resume
 from gossipx.launch.directory.shared import SharedDirectory
-from gossipx.launch.hosts import LOOPBACK, PeerLine, read_hosts
+from gossipx.launch.hosts import LOOPBACK, PeerLine, is_loopback_name, read_hosts
 from gossipx.launch.start import Start, check_here, check_names, check_script, presets, with_name
 from gossipx.launch.world import attempts, process_list
-from gossipx.launch.world.launchers import LaunchWorld, check_size, is_loopback_name
+from gossipx.launch.world.launchers import LaunchWorld, check_size
 from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.runtime.models import directory_of
 from gossipx.settings import files

@@ -13,8 +13,8 @@ from msgspec import Meta, Struct, convert, structs
 
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch import ports
-from gossipx.launch.hosts import LOOPBACK, PeerLine, line_of, only_address, parse_hosts
-from gossipx.launch.world.launchers import LaunchWorld, is_loopback_name
+from gossipx.launch.hosts import LOOPBACK, PeerLine, is_loopback_name, line_of, only_address, parse_hosts
+from gossipx.launch.world.launchers import LaunchWorld
 from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.settings.sections import ExchangeSettings
 from gossipx.transports import Address

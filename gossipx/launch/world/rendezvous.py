@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.environment import ENV_MASTER
-from gossipx.launch.world.launchers import LaunchWorld, is_loopback_name
+from gossipx.launch.hosts import is_loopback_name
+from gossipx.launch.world.launchers import LaunchWorld
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
