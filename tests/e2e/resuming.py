@@ -45,7 +45,7 @@ def resume(here: Folder, *options: str | Path, name: str | Path = "x") -> Proces
 def resumed(here: Folder, *options: str | Path, name: str | Path = "x") -> Run:
     ended = resume(here, *options, name=name).end()
     assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
-    return Run(here.path / "x", ended)
+    return Run(here.path / name, ended)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -128,57 +128,11 @@ with gossipx.join(model, optimizer, parts=Parts(sync=EveryThird())) as peer:
 """
 
 
-@pytest.mark.parametrize("free", [[], ["--no-wait-free"]])
-def test_gradients_gather_until_the_controller_asks_for_a_push(two: Folder, free: list[str]) -> None:
+def test_gradients_gather_until_the_controller_asks_for_a_push(two: Folder) -> None:
     """Figure 2.3d: eight pushes and the rest at the end; every gradient, of ones, counts once."""
-    run = two.run(*BRIEF, "--apply", "each", *free, two.script(GATHERS), two.path)
+    run = two.run(*BRIEF, "--apply", "each", two.script(GATHERS), two.path)
     assert run.summary["merged_by_hub"] == [18, 18] and run.summary["retrievals"] == [8, 8]
     assert run.model(0)["weight"].unique().tolist() == [-0.125 * 2 * 25]
-
-
-BRANCH = """
-class Branch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        with torch.no_grad():
-            self.second.weight.fill_(0.5)
-
-    def forward(self, x, both):
-        x = torch.tanh(self.first(x))
-        return self.second(x) if both else x
-
-
-def steps(model, optimizer, zeros=False):
-    for step in range(24):
-        optimizer.zero_grad()
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        (model(x, step % 4 == 3) - 1).square().mean().backward()
-        for parameter in model.parameters():
-            if zeros and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
-
-
-alone, model = Branch(), Branch()
-steps(alone, sgd(alone), zeros=True)
-optimizer = sgd(model)
-with gossipx.join(model, optimizer) as peer:
-    steps(model, optimizer)
-tell(peer, off=max(float((a - b).abs().max()) for a, b in zip(alone.parameters(), model.parameters())))
-"""
-
-
-def test_a_server_counts_an_iteration_that_uses_none_of_its_tables(two: Folder) -> None:
-    """Both workers have the same batches, so the mean gradient is that of one; server 1 has only the branch."""
-    run = two.run(*BRIEF, "--placement", "range", two.script(BRANCH), two.path)
-    assert two.told(0)["off"] < 1e-5 and two.told(1)["off"] < 1e-5
-    assert run.summary["merged_by_hub"] == [48, 48]
 
 
 def test_a_pull_is_of_one_iteration(initialize: Callable[..., ParameterServer]) -> None:
@@ -290,11 +244,6 @@ def test_misuse_of_initialize(initialize: Callable[..., ParameterServer]) -> Non
         initialize(mode="pull")
     with pytest.raises(UsageError, match="did you mean 'servers'"):
         initialize(server="0")
-
-
-def test_a_run_without_servers_is_refused(two: Folder) -> None:
-    told = two.refused("--policy", "never", EXAMPLES / "program.py")
-    assert told.endswith("this run has no parameter server: name its servers by --servers")
 
 
 # --- parts that fail --------------------------------------------------------------------------------------------

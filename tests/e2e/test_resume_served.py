@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from resuming import resume, resumed
 
 from gossipx.checkpoint import Store, unpack
 from gossipx.runtime.checkpoints import store_of
-from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, kill_processes, one_line
+from runs import LONG, Folder, Process, children, differences, folder, is_running, kill_processes, one_line
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_CHECKPOINTS = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10")
 BRIEF = ("--log-interval", "1", "--peer-timeout", "10", "--checkpoint-every", "20")
 
@@ -79,9 +79,7 @@ def test_bsp_resumes_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> No
         process = here.start_run(*BRIEF, *servers, script, tmp_path, "150", "2", "cut", name="cut")
         killed_after(here, process, 60, shards=2)
         (tmp_path / "resumes").touch()
-        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
-        assert again.code == 0, again.shown
-        cut = Run(here.path / "cut", again)
+        cut = resumed(here, name="cut")
     for rank in range(3):
         assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
     assert whole.summary["iterations"] == cut.summary["iterations"] == 150
@@ -110,65 +108,11 @@ def test_a_run_resumes_with_its_last_servers(tmp_path: Path) -> None:
         process = here.start_run(*BRIEF, "--servers", "0", "--placement", "sliced", script, tmp_path, name="cut")
         killed_after(here, process, 80, shards=3)
         (tmp_path / "goes-on").touch()
-        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
-        assert again.code == 0, again.shown
+        resumed(here, name="cut")
         assert 'servers = "1,2,0"' in (here.path / "cut" / "config.toml").read_text()
         cut = [here.told(rank)["values"] for rank in range(3)]
         here.run(*BRIEF, "--servers", "0", "--placement", "sliced", script, tmp_path, name="whole")
         assert [here.told(rank)["values"] for rank in range(3)] == cut
-
-
-KEEPS_BACK = """
-import threading
-
-sys.path.insert(0, sys.argv[2])
-from top_percent import TopServerStorage, TopTransmitBuffer
-
-from gossipx.parts import Parts, Storages
-
-
-def kept():
-    # Whether all peers and all shards have checkpoints to resume from.
-    folders = [FOLDER / "cut" / f"{what}-{rank:02d}" / "checkpoints" for what in ("peer", "shard") for rank in (0, 1)]
-    return all(len(list(folder.glob("*/manifest.json"))) == 2 for folder in folders)
-
-
-torch.manual_seed(3)
-model = nn.Linear(4, 200)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-parts = Parts(storages=Storages(transmit=TopTransmitBuffer, server=TopServerStorage))
-with gossipx.join(model, optimizer, parts=parts) as peer:
-    began = peer.iteration
-    if sys.argv[3] == "cut" and not began:
-        train(peer, model, optimizer, 70)
-        (FOLDER / f"at-70-{peer.rank}").touch()
-        waiting = threading.Event()
-        for _ in range(10_000):
-            # The other may wait for what the shard here has to answer until it is there, too.
-            if kept() and (FOLDER / "at-70-0").exists() and (FOLDER / "at-70-1").exists():
-                break
-            waiting.wait(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    train(peer, model, optimizer, 150)
-tell(peer, began=began)
-"""
-
-
-@pytest.mark.slow
-def test_a_transmit_buffers_residual_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """Code 4.2 sends a hundredth of each gradient: after 60 iterations most of the rest is still in the buffers."""
-    servers = ("--servers", "0,1")
-    with folder(tmp_path, 2) as here:
-        script = here.script(KEEPS_BACK)
-        whole = here.run(*BRIEF, *servers, script, here.path, EXAMPLES, "whole", name="whole")
-        here.start_run(*BRIEF, *servers, script, here.path, EXAMPLES, "cut", name="cut").end()
-        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
-        assert again.code == 0, again.shown
-        began = [here.told(rank)["began"] for rank in range(2)]
-        cut = Run(here.path / "cut", again)
-    assert began[0] == began[1] > 0
-    for rank in range(2):
-        assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
 
 
 @pytest.mark.slow
@@ -185,29 +129,10 @@ def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Pat
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
-        assert again.code == 0, again.shown
-        cut = Run(here.path / "cut", again)
-    named = [line for line in again.errors.splitlines() if str(file) in line]
-    assert len(named) == 1 and "it was altered" in named[0], again.shown
+        cut = resumed(here, name="cut")
+    named = [line for line in cut.ended.errors.splitlines() if str(file) in line]
+    assert len(named) == 1 and "it was altered" in named[0], cut.ended.shown
     assert max(differences(whole.model(0), cut.model(0)).values()) == 0
-
-
-@pytest.mark.slow
-def test_bsp_resumes_bit_for_bit_from_checkpoints_by_seconds(tmp_path: Path) -> None:
-    """One shard announces the checkpoint two ticks ahead: all shards and workers take theirs at one iteration."""
-    options = (*WITHOUT_CHECKPOINTS, "--servers", "0,1")
-    with folder(tmp_path, 3) as here:
-        process = here.start_run(*options, "--checkpoint-every", "0.3s", "--iterations", "100000", name="cut")
-        killed_after(here, process, 60, shards=2)
-        at = min(max(store_of(here.path / "cut", rank).find_complete()) for rank in range(3))
-        until = str(at + 60)
-        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut", "--iterations", until).end()
-        assert again.code == 0 and "no iteration has checkpoints of all" not in again.shown, again.shown
-        whole = here.run(*options, "--iterations", until, name="whole")
-        cut = Run(here.path / "cut", again)
-    for rank in range(3):
-        assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
 
 
 @pytest.mark.parametrize(
@@ -230,28 +155,14 @@ def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: 
         assert kept and all(clock is not None and clock > 0 for clock in kept.values()), kept
         trained = [one for rank in (1, 2) if (one := store_of(here.path / "cut", rank).find()) is not None]
         until = str(max(trained) + 50)
-        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut", "--iterations", until).end()
-        assert again.code == 0 and "no checkpoint" not in again.shown, again.shown
-        assert Run(here.path / "cut", again).summary["iterations"] == int(until)
-
-
-@pytest.mark.slow
-def test_an_asynchronous_run_resumes(tmp_path: Path) -> None:
-    with folder(tmp_path, 3) as here:
-        options = ("--servers", "0,2", "--sync", "asp", "--sync-plan", "30=ssp:staleness=2", "--iterations", "150")
-        process = here.start_run(*WITHOUT_CHECKPOINTS, "--checkpoint-every", "20", *options, name="cut")
-        killed_after(here, process, 60, shards=2)
-        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
-        assert again.code == 0, again.shown
-        assert "from asp to ssp" not in again.output, "that was before"
-        cut = Run(here.path / "cut", again)
-    assert all(accuracy > 0.6 for accuracy in cut.summary["test_accuracy"])
+        again = resumed(here, "--iterations", until, name="cut")
+        assert "no checkpoint" not in again.ended.shown and again.summary["iterations"] == int(until)
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         here.run("--servers", "0", "--iterations", "5", "--eval-interval", "0", name="cut")
-        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
+        again = resume(here, name="cut").end()
         assert "no peer has a complete checkpoint to resume from" in one_line(again, 2)
 
 
@@ -275,9 +186,7 @@ def test_a_hub_resumes_with_its_centre(tmp_path: Path, only: bool) -> None:
         process.kill()
         process.end()
         kept = hub_of(store)
-        again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
-        assert again.code == 0, again.shown
-        cut = Run(here.path / "cut", again)
+        cut = resumed(here, name="cut")
     assert kept["exchanges"] >= 8 and kept["step"] >= 35
     assert cut.summary["merged_by_hub"][0] > kept["exchanges"] + 20, "its count continues"
     assert max(differences(cut.model(0), cut.model(1)).values()) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import PRELUDE, differences, folder
+from runs import differences, folder
 
 EVERY, ITERATIONS = 20, 240
 MODES = {
@@ -83,66 +83,3 @@ def test_codecs_of_models_cut_the_bytes(tmp_path: Path, mode: str, codec: tuple[
     assert faults == (0, 0, []), run.ended.shown
     assert summary["consensus_accuracy"] > plain["consensus_accuracy"] - 0.05
     assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in (1, 2))
-
-
-STILL = (
-    PRELUDE
-    + """
-import torch
-model = nn.Linear(4, 50)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-with gossipx.join(model, optimizer, init="own") as peer:
-    nn.init.constant_(model.weight, float(peer.rank))
-    nn.init.zeros_(model.bias)
-    peer.load_state_dict(peer.state_dict())  # the weights were set from outside
-    while not all_have(peer, "mixed", peer._role.sync.retrievals >= 10, range(4)):
-        (model(batch(peer)) * 0).sum().backward()
-        optimizer.step()
-    value = [float(model.weight.min()), float(model.weight.max())]
-    weight = peer.state_dict()["weight"]
-tell(peer, before=value, after=[float(model.weight.min()), float(model.weight.max())], weight=weight)
-"""
-)
-"""A script whose peers start at their rank and do not train, so that only mixing changes their models."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["push-sum", "pushpull"])
-def test_modes_that_conserve_the_average(tmp_path: Path, mode: str) -> None:
-    with folder(tmp_path, 4) as here:
-        options = (*MODES[mode], "--policy", "tau:3", "--init", "own", "--peer-timeout", "20")
-        here.run(*options, here.script(STILL), here.path)
-        told = [here.told(rank) for rank in range(4)]
-    for one in told:
-        assert one["before"][0] == pytest.approx(one["before"][1], abs=1e-5), "no model is partly applied"
-        assert one["after"] == pytest.approx([1.5, 1.5], abs=1e-4)
-    assert max(one["before"][0] for one in told) - min(one["before"][0] for one in told) < 0.5
-    if mode == "push-sum":
-        assert len({one["weight"] for one in told}) > 1
-
-
-@pytest.mark.slow
-def test_drift_and_a_checkpoint_under_pushes(tmp_path: Path) -> None:
-    script = (
-        PRELUDE
-        + """
-model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-with gossipx.join(model, optimizer) as peer:
-    import copy
-    train(peer, model, optimizer, 40)
-    mine, kept = json.dumps(peer.state_dict()), copy.deepcopy(model.state_dict())
-    train(peer, model, optimizer, 80)
-    model.load_state_dict(kept)
-    peer.load_state_dict(json.loads(mine))
-    back = [peer.iteration, peer.state_dict()["weight"] == json.loads(mine)["weight"]]
-    train(peer, model, optimizer, 2000)
-tell(peer, back=back)
-"""
-    )
-    with folder(tmp_path, 2) as here:
-        options = (*MODES["push-sum"], "--policy", "drift:distance=0.02", "--peer-timeout", "20")
-        run = here.run(*options, here.script(script), here.path)
-        assert [here.told(rank)["back"] for rank in range(2)] == [[40, True]] * 2
-        assert sum(run.summary["retrievals"]) > 0
-        assert max(differences(run.model(0), run.model(1)).values()) <= 1e-5

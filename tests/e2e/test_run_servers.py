@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -10,34 +9,9 @@ import pytest
 
 from gossipx.checkpoint import unpack
 from gossipx.runtime.driver.shards import store_of_shard
-from runs import Run, children, differences, folder, one_line
+from runs import differences, folder, one_line
 
 BRIEF = ("--iterations", "120", "--batch-size", "8", "--eval-interval", "0", "--log-interval", "1")
-
-
-@pytest.mark.slow
-def test_codecs_both_ways_move_a_fortieth_of_the_bytes(tmp_path: Path) -> None:
-    """Journals and checkpoints contain frames as received; a squeezed one is no larger."""
-    steps = (*BRIEF, "--servers", "0")
-    runs = {}
-    with folder(tmp_path, 3) as here:
-        for name, codec in (("none", "none"), ("3lc", "3lc:1.0"), ("zlib", "3lc:1.0+zlib")):
-            options = (*steps, "--push-codec", codec, "--pull-codec", codec, "--checkpoint-every", "50")
-            runs[name] = here.run(*options, name=name)
-    summaries = {name: run.summary for name, run in runs.items()}
-    assert summaries["none"]["codec"] == "none"
-    assert summaries["zlib"]["codec"] == "3lc+zlib"
-    received = {name: summary["bytes_received"][1] for name, summary in summaries.items()}
-    assert received["3lc"] < received["none"] / 40
-    assert received["zlib"] <= received["3lc"] * 1.01
-    assert max(differences(runs["3lc"].model(0), runs["3lc"].model(1)).values()) == 0
-    assert summaries["3lc"]["test_accuracy"][1] > summaries["none"]["test_accuracy"][1] - 0.1
-
-
-def test_a_wrong_codec_is_refused(tmp_path: Path) -> None:
-    with folder(tmp_path, 2) as here:
-        ended = here.start_run("--servers", "0", "--push-codec", "3lc:3").end()
-    assert "codec '3lc:3': sparsity must be at least 1 and below 2, not 3.0" in one_line(ended, 2)
 
 
 @pytest.mark.parametrize(
@@ -75,17 +49,6 @@ def test_three_peers_train_by_servers(tmp_path: Path, options: tuple[str, ...]) 
     assert all(summary["retrievals"][rank] >= 110 for rank in workers)
     assert sum(summary["merged_by_hub"]) > 0
     assert (summary["lost"], sum(summary["failed"])) == ([], 0)
-
-
-@pytest.mark.slow
-def test_bsp_is_the_same_whenever_gradients_leave(tmp_path: Path) -> None:
-    models = []
-    with folder(tmp_path, 2) as here:
-        for name, options in (("a", ()), ("b", ("--no-wait-free",)), ("c", ("--no-overlap", "--placement", "uniform"))):
-            run = here.run(*BRIEF, "--iterations", "60", "--servers", "0,1", *options, name=name)
-            models.append(run.model(0))
-    # Sums of two gradients are the same in either order.
-    assert all(max(differences(models[0], other).values()) == 0 for other in models[1:])
 
 
 def test_the_sync_model_is_set_from_the_command_line(tmp_path: Path) -> None:
@@ -162,44 +125,3 @@ def test_apply_and_pull_modes_are_set_with_the_sync_model(tmp_path: Path) -> Non
         {"model": "ssp:staleness=2", "apply": "tick", "pulls": "lazy"},
         {"model": "asp", "apply": "each", "pulls": "soft"},
     ]
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
-    with folder(tmp_path, 3) as here:
-        process = here.start_run(*BRIEF, "--servers", "0", "--iterations", "300", "--peer-timeout", "3")
-        process.line(rf"{here.names[1]} train .* pulls [1-9]")
-        os.kill(children(process.pid)[2], signal.SIGKILL)
-        ended = process.end()
-        assert ended.code == 0, ended.shown
-    run = Run(tmp_path / "x", ended)
-    assert run.summary["lost"] == [here.names[2]]
-    assert "Traceback" not in ended.output + ended.errors
-    assert max(differences(run.model(0), run.model(1)).values()) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("--servers", "0,3"), "--servers '3' is not a peer: give a rank from 0 to 2, or a name"),
-        (("--servers", "0,0"), "--servers 0,0 names a peer twice"),
-        (("--servers", "0,1,2", "--servers-only"), "--servers-only leaves no peer that trains"),
-        (("--servers", "0", "--hub", "1"), "--hub and --servers exclude each other: leave one out"),
-        (("--sync", "asp"), "--sync needs a parameter server: name its peers with --servers, or leave --sync out"),
-        (("--no-wait-free",), "name its peers with --servers, or leave --no-wait-free out"),
-        (("--servers", "0", "--sync", "sssp"), "did you mean 'ssp'"),
-        (
-            ("--servers", "0", "--sync", "bsp|asp"),
-            "--sync has 2 sync models for 1 shards: give one for all, or one per shard",
-        ),
-        (("--servers", "0", "--sync", "hybrid", "--apply", "tick"), "applies gradients by its threshold, not 'tick'"),
-        (("--servers", "0", "--placement", "best"), "unknown placement 'best'"),
-        (
-            ("--servers", "0", "--sync-plan", "9=asp;5=bsp"),
-            "the clocks of the plan '9=asp;5=bsp' are not in ascending order",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_together(tmp_path: Path, options: tuple[str, ...], told: str) -> None:
-    with folder(tmp_path, 3) as here:
-        assert told in here.refused(*BRIEF, *options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -54,26 +53,6 @@ def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[i
         same(whole, Run(here.path / "x", ended), workers)
 
 
-@pytest.mark.fault(56)
-@pytest.mark.slow
-def test_the_replica_that_took_its_place_is_killed_too(tmp_path: Path) -> None:
-    """Both servers are killed, one after the other; a worker has taken the replica of both shards."""
-    options = (*BRIEF, "--servers", "0,1", "--server-replicas", "1", "--iterations", "400")
-    with folder(tmp_path, 4) as here:
-        whole = here.run(*options, name="whole")
-        process = here.start_run(*options)
-        killed(process, here, 0)
-        for _ in range(2):
-            process.line(rf"{here.names[1]}\] peer 2 now has the replica of shard")
-        for _ in range(3):
-            process.line(rf"{here.names[-1]} train \d+/")
-        kill_processes(children(process.pid)[1])
-        ended = process.end()
-    assert ended.code == 0, ended.shown
-    assert ended.output.count(f"[{here.names[2]}] this peer now holds shard") == 2, ended.shown
-    same(whole, Run(here.path / "x", ended), [2, 3])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("resumes", [(), ("1",)], ids=["", "GOSSIPX_RESUME"])
 def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path, resumes: tuple[str, ...]) -> None:
@@ -114,23 +93,6 @@ def test_workers_continue_with_a_server_that_lost_its_state(
     for rank in (1, 2):
         told = f"[{here.names[rank]}] peer 0, a server, was restarted: the state of shard 0 is lost"
         assert told in ended.output, ended.shown
-
-
-@pytest.mark.fault(44)
-@pytest.mark.slow
-def test_a_server_resumed_without_a_journal_tells_what_is_lost(tmp_path: Path) -> None:
-    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "50", "--no-journal", "--iterations", "400")
-    with folder(tmp_path, 3) as here:
-        process = here.start_run(*options)
-        killed(process, here, 0, least=2)
-        again = here.start("-c", AGAIN, here.path / "x", "0", "1")
-        ended, came = process.end(), again.end()
-    assert (ended.code, came.code) == (0, 0), ended.shown + came.shown
-    lost = r"shard 0 continues from clock [1-9]\d*, and what it had applied since is lost"
-    assert re.search(lost, came.errors), came.shown
-    for rank in (1, 2):
-        told = rf"\[{here.names[rank]}\] peer 0, a server, was restarted: {lost}"
-        assert re.search(told, ended.output), ended.shown
 
 
 CHANGES = """
@@ -236,8 +198,3 @@ def test_workers_stop_without_it_if_configured(tmp_path: Path) -> None:
         ended = process.end()
     assert one_line(ended, 4) == "peer 0, a server, is lost, and --server-lost is stop"
     assert f"peer {here.names[0]} is lost: killed by SIGKILL" in ended.output
-
-
-def test_a_single_peer_cannot_have_a_replica(tmp_path: Path) -> None:
-    with folder(tmp_path, 1) as here:
-        assert "--server-replicas 1 needs a second peer" in here.refused("--servers", "0", "--server-replicas", "1")

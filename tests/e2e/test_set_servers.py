@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from runs import Folder, Process, Run, children, differences, folder, one_line
+from runs import Folder, Process, Run, differences, folder, one_line
 
 SCRIPT = """
 import threading
@@ -145,20 +144,6 @@ def test_peers_that_were_started_by_hand_take_commands(tmp_path: Path) -> None:
         assert "no such run: " in one_line(none, 2)
 
 
-def test_a_server_that_is_asked_to_leave_hands_its_shard_over(tmp_path: Path) -> None:
-    with folder(tmp_path, 3) as here:
-        process = here.start_run("--servers", "0", here.script(COMMANDED), tmp_path)
-        trains(here, process)
-        os.kill(children(process.pid)[0], signal.SIGTERM)
-        process.line(r"the servers are now 1, at epoch 1")
-        (tmp_path / "changed").touch()
-        ended = process.end()
-        assert ended.code == 0, ended.shown
-    run = Run(tmp_path / "x", ended)
-    assert run.summary["lost"] == [here.names[0]] and run.summary["merged_by_hub"][1] > 0
-    assert max(differences(run.model(1), run.model(2)).values()) == 0
-
-
 def test_wrong_servers_are_refused_in_a_line(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         process = here.start_run("--servers", "0", "--iterations", "100000", "--eval-interval", "0")
@@ -173,15 +158,5 @@ def test_wrong_servers_are_refused_in_a_line(tmp_path: Path) -> None:
         ):
             wrong = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", servers).end()
             assert told in one_line(wrong, 2)
-        process.signal(signal.SIGINT)
-        assert process.end().code == 130
-
-
-def test_a_run_without_servers_refuses_servers(tmp_path: Path) -> None:
-    with folder(tmp_path, 2) as here:
-        process = here.start_run("--iterations", "100000", "--eval-interval", "0")
-        process.line(rf"{here.names[0]} train \d+/")
-        wrong = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", "0").end()
-        assert "this run has no parameter server" in one_line(wrong, 2)
         process.signal(signal.SIGINT)
         assert process.end().code == 130

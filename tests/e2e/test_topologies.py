@@ -1,12 +1,9 @@
-"""Every file in topologies/ from the command line, by its name, in real processes; and every schedule."""
+"""Topologies and schedules from the command line, in real processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from gossipx.topology import shipped
 from runs import Folder, Run, differences, folder
 
 SCRIPT = """
@@ -16,13 +13,6 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 with gossipx.join(model, optimizer) as peer:
     train(peer, model, optimizer, 30)
 """
-SIZES = {name: int(name.rpartition("-")[2]) if name[-1].isdigit() else 4 for name in shipped()}
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "kautz-12": ("--schedule", "static"),
-    "slow-link-6": ("--weights", "metropolis"),
-    "two-machines": ("--schedule", "bandwidth-aware"),
-}
-QUICK = {"slow-link-6", "two-machines"}  # a graph by hand, and a generator's
 
 
 def agreed(here: Folder, size: int, *options: str | Path) -> Run:
@@ -33,15 +23,6 @@ def agreed(here: Folder, size: int, *options: str | Path) -> Run:
     for rank in range(1, size):
         assert max(differences(run.model(0), run.model(rank)).values()) < 1e-5
     return run
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(shipped())]
-)
-def test_a_run_over_every_shipped_topology_by_its_name(tmp_path: Path, name: str) -> None:
-    with folder(tmp_path, SIZES[name]) as here:
-        run = agreed(here, SIZES[name], "--topology", name, *OPTIONS.get(name, ()))
-        assert f'topology = "{name}"\n' in (run.directory / "config.toml").read_text()
 
 
 def test_a_run_over_a_file_of_ones_own_by_its_path(tmp_path: Path) -> None:

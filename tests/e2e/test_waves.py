@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runs import Folder, Run, differences, folder
+from runs import Folder, folder
 
 
 @pytest.fixture
@@ -53,59 +53,6 @@ with gossipx.join(model, optimizer) as peer:
     trained = len(made)
 tell(peer, waves=waves, warm=warm, made=trained, held=len(peer._driver.captures))
 """
-
-
-@pytest.mark.slow
-def test_a_wave_is_two_models_a_peer(four: Folder) -> None:
-    """Four peers in lockstep, so that no wave starts while the last is under way or after some have ended."""
-    text = """
-import torch.distributed as dist
-
-model = nn.Linear(4, 20_000)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-def all_took_part(waves):
-    role = peer._role
-    here = torch.tensor(float(role.waves.over or role.sync.retrievals == 2 * waves))
-    dist.all_reduce(here, dist.ReduceOp.MIN)
-    return bool(here)
-
-with gossipx.join(model, optimizer) as peer:
-    dist.init_process_group("gloo", f"file://{FOLDER}/pace", rank=peer.rank, world_size=4)
-    for step in range(1, 409):
-        train(peer, model, optimizer, step)
-        dist.barrier()
-        if step > 40 and step % 40 == 5:  # the wave has begun; its mean is taken in at the next step boundary
-            for _ in range(200_000):
-                if all_took_part(step // 40):
-                    break
-    dist.destroy_process_group()
-"""
-    script = four.script(text)
-    run = four.run("--policy", "tau:40", "--exchange", "waves", script, four.path)
-    summary = run.summary
-    assert summary["retrievals"] == [20] * 4 and summary["failed"] == [0] * 4
-    model = sum(tensor.nbytes for tensor in run.model(0).values())
-    for received in summary["bytes_received"]:
-        assert 20 * model < received < 20 * model * 1.1
-
-
-@pytest.mark.slow
-def test_a_run_with_waves_leaves_the_same_model_on_all(four: Folder) -> None:
-    brief = ("--iterations", "200", "--batch-size", "8", "--eval-interval", "0")
-    run = four.run("--policy", "tau:20", "--exchange", "waves", *brief)
-    summary = run.summary
-    assert summary["lost"] == []
-    # The number of waves depends on the peers' pace: a slower one continues with those that are left.
-    assert min(summary["retrievals"]) >= 8, summary
-    model = sum(tensor.nbytes for tensor in run.model(0).values())
-    for received, models in zip(summary["bytes_received"], summary["retrievals"], strict=True):
-        assert (
-            (models - 4) * model * 0.99 < received < (models + 4) * model * 1.1
-        )  # the last ones count towards the finish
-    for rank in (1, 2, 3):
-        assert max(differences(run.model(0), run.model(rank)).values()) == 0.0
-    assert set(summary["test_accuracy"]) == {summary["consensus_accuracy"]}
 
 
 @pytest.mark.parametrize("codec", ["none", "topk2:ratio=0.1", "3lc"])
@@ -174,46 +121,6 @@ tell(peer, own=own.tolist(), moved=(last - first).tolist(), waves=peer._role.syn
     own, moved = (np.array([one[key] for one in told]) for key in ("own", "moved"))
     assert np.abs(moved - own).max() > 0.05
     np.testing.assert_allclose(moved.sum(0), own.sum(0), rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
-    """[1, 2] The others continue with waves among themselves, and end with one model."""
-    killed = """
-        if peer.rank == 1 and peer.iteration == 60:
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
-"""
-    until = """
-    def over():
-        known = peer.rank == 1 or peer._role.members.others[1].lost
-        return all_have(peer, "continued", known and peer._role.sync.retrievals > 30, [0, 2, 3])
-    while not over():
-"""
-    script = four.script(
-        WATCHED.replace("\n    while peer.iteration < ITERATIONS:\n", until)
-        .replace("ITERATIONS", "200")
-        .replace("\n        optimizer.step()\n", killed)
-    )
-    options = ("--policy", "tau:5", "--exchange", "waves", "--peer-timeout", "5")
-    ended = four.start_run(*options, script, four.path).end()
-    assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
-    run = Run(four.path / "x", ended)
-    assert run.summary["lost"] == [four.names[1]]
-    left = [0, 2, 3]
-    assert all(run.summary["retrievals"][rank] > 30 for rank in left), run.summary["retrievals"]
-    assert all(max(differences(run.model(0), run.model(rank)).values()) == 0.0 for rank in left)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("--topology", "ring"), "--topology ring limits which peers exchange"),
-        (("--mixing", "aged"), "--mixing aged is for pulled models"),
-    ],
-)
-def test_options_that_a_wave_would_ignore_are_refused(four: Folder, options: tuple[str, str], told: str) -> None:
-    assert told in four.refused("--exchange", "waves", *options)
 
 
 RESTORED = """

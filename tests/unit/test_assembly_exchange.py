@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import queue
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +19,10 @@ from gossipx import codecs
 from gossipx.assembly import server
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.peer import build_peer
+from gossipx.assembly.presets import effective_config
 from gossipx.assembly.server import Parts, serve
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError, UsageError
+from gossipx.hub import rank_of_hub
 from gossipx.parts import Conditions, Storages, TransmitBuffer
 from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL
 from gossipx.protocol.effects import Answer
@@ -38,6 +41,7 @@ from gossipx.runtime.figures.progress import Progress
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.place import Place
 from gossipx.runtime.training.peer import Peer
+from gossipx.server.plan import holders_of, server_ranks
 from gossipx.settings import files
 from gossipx.topology import topology_from
 from gossipx.transports import Address
@@ -210,6 +214,32 @@ def test_settings_shared_by_shards_and_workers_are_compared(option: str, value: 
 )
 def test_settings_of_a_single_peer_are_not_compared(option: str, value: Any) -> None:
     assert differ(alike(), alike(**{option: value})) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"servers": "0,3"}, "--servers '3' is not a peer: give a rank from 0 to 2, or a name"),
+        ({"servers": "0,0"}, "--servers 0,0 names a peer twice"),
+        ({"servers": "0,1,2", "servers_only": True}, "--servers-only leaves no peer that trains"),
+        ({"servers": "0", "hub": "1"}, "--hub and --servers exclude each other: leave one out"),
+        ({"sync": "asp"}, "--sync needs a parameter server: name its peers with --servers, or leave --sync out"),
+        ({"servers": "0", "sync": "bsp|asp"}, "--sync has 2 sync models for 1 shards: give one for all, or one per"),
+        ({"servers": "0", "sync": "hybrid", "apply": "tick"}, "applies gradients by its threshold, not 'tick'"),
+        ({"hub_only": True}, "--hub-only needs a hub: name it with --hub, or leave --hub-only out"),
+        ({"hub": "0", "beta": 4.0}, "--beta 4 moves the centre past a worker's model: at most 3, 1 per worker"),
+    ],
+    ids=str,
+)
+def test_servers_and_hubs_that_a_run_refuses(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)):
+        config = effective_config(files.resolve(given), len(NAMES), has_script=False)
+        server_ranks(config, NAMES), rank_of_hub(config.mode, NAMES)
+
+
+def test_a_single_peer_cannot_have_a_replica() -> None:
+    with pytest.raises(UsageError, match=r"^--server-replicas 1 needs a second peer for the replica"):
+        holders_of([0], replicas=1, size=1)
 
 
 class Sparse(TransmitBuffer):
