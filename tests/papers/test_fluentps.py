@@ -55,11 +55,6 @@ def test_ssp(staleness: int):
     assert ticks(f"ssp:{staleness}") == [4]
 
 
-def test_ssp_with_unbounded_staleness_is_asp():
-    """Section V-B: "while s = ∞, SSP reduces to ASP"."""
-    assert answers("ssp:inf", clock=0) == list(range(10))
-
-
 def test_dsps():
     """progress < V_train + s with the current s; Count[V_train] == N."""
     model = sync_model_from("dsps:staleness=2,low=0,high=4,window=1")

@@ -60,13 +60,6 @@ def test_servers_alone_or_training_and_with_a_barrier_of_all_shards(overlap: boo
     torch.testing.assert_close(models(made), served.joined(workers).expand(4, -1), rtol=1e-9, atol=1e-9)
 
 
-def test_one_worker_and_one_server() -> None:
-    made = served.ended(served.world(2, servers="0", servers_only=True))
-    torch.testing.assert_close(models(made), served.joined([1]).expand(2, -1), rtol=1e-9, atol=1e-9)
-    alone = served.ended(served.world(1, servers="0"))
-    torch.testing.assert_close(models(alone), served.joined([0]).expand(1, -1), rtol=1e-9, atol=1e-9)
-
-
 def test_more_servers_than_tables() -> None:
     made = served.ended(served.world(8, servers="0,1,2,3,4,5,6", placement="range"))
     torch.testing.assert_close(models(made), served.joined(range(8)).expand(8, -1), rtol=1e-9, atol=1e-9)

@@ -170,12 +170,6 @@ def test_a_custom_placement(placement: Placement) -> None:
     torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
 
 
-def test_round_robin_takes_turns() -> None:
-    tables = [Table(str(size), size) for size in (5, 0, 3, 7)]
-    placed = RoundRobinPlacement().decide(tables, 3)
-    assert placed == [[Partition(0, 0, 5), Partition(3, 0, 7)], [Partition(1, 0, 0)], [Partition(2, 0, 3)]]
-
-
 @pytest.mark.parametrize(
     "sync",
     [

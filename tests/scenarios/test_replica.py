@@ -178,14 +178,6 @@ def test_a_network_that_loses_and_repeats_messages(seed: int) -> None:
     exact(made)
 
 
-def test_a_worker_with_the_replica_may_be_the_only_one() -> None:
-    """With two peers, only the training one can notice that the holder is gone."""
-    made = served.world(2, servers="0", servers_only=True, server_replicas=1)
-    made.crash(0, 4.5)
-    served.ended(made)
-    exact(made, [1])
-
-
 def test_a_server_that_leaves_hands_its_shard_over() -> None:
     made = served.world(4, servers="0,3", servers_only=True, server_replicas=1)
     made.leave(0, 4.5)

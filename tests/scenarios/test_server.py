@@ -62,23 +62,6 @@ def test_a_switch_during_the_run() -> None:
     done(made, range(3))
 
 
-def test_one_shard_may_be_switched_alone() -> None:
-    made = served.world(3, servers="0,1", slow={1: 2.0})
-    made.switch_sync(0, 5.0, "ssp:staleness=2", shard=1)
-    served.ended(made)
-    assert not made.lines(0, "shard 0 switches") and made.lines(1, "shard 1 switches from bsp to ssp:staleness=2")
-    done(made, range(3))
-
-
-@pytest.mark.parametrize("sync", ["ssp:staleness=-1", "nonsense", "hybrid:step=5/ls"])
-def test_an_invalid_sync_model_is_refused_and_changes_nothing(sync: str) -> None:
-    made = served.world(2)
-    made.switch_sync(1, 3.5, sync)
-    served.ended(made)
-    assert not made.lines(0, "shard 0 switches") and not made.lines(1, "has switched")
-    torch.testing.assert_close(served.values(made.peers[0].module), served.joined(range(2)), rtol=1e-9, atol=1e-9)
-
-
 def test_a_plan_in_the_configuration() -> None:
     plan = "3=ssp:staleness=2;6=hybrid:step=5/lr;9=bsp"
     made = served.ended(served.world(3, servers="0,2", sync_plan=plan, slow={1: 1.6}))

@@ -308,18 +308,8 @@ def test_a_server_that_leaves_hands_its_shard_over(servers: str, at: float) -> N
     torch.testing.assert_close(served.values(made.peers[1].module), served.values(module), rtol=1e-9, atol=1e-9)
 
 
-def test_all_leave_at_once() -> None:
-    """Each hands over to the remaining peers; no peer waits for one that has left."""
-    made = served.world(4, servers="0,1", iterations=40)
-    for rank in range(4):
-        made.leave(rank, 5.5)
-    made.run(5.5 + 6 * toy.TIMEOUT)
-    assert made.over
-    assert all(made.lines(rank, "has left") for rank in range(4))
-
-
 @pytest.mark.parametrize("servers", some(["0,1", "0,1,2", "1,2,3"], "0,1,2"))
-@pytest.mark.parametrize("apart", some([0.0, 0.02, 0.3, 1.0], 0.02, 1.0))
+@pytest.mark.parametrize("apart", some([0.0, 0.02, 0.3, 1.0], 0.0, 0.3))
 @pytest.mark.parametrize("last", [0, 3])
 def test_leaving_peers_save_consistent_shards(
     monkeypatch: pytest.MonkeyPatch, servers: str, apart: float, last: int

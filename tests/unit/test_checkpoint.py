@@ -167,14 +167,6 @@ def test_a_restored_optimizer_takes_the_same_steps(store: Store, make: Callable[
     assert same(dict(again.state_dict()), dict(model.state_dict()))
 
 
-def test_packed_state_is_a_copy() -> None:
-    tensor, numbers = torch.zeros(3), [1, 2]
-    part = pack({"tensor": tensor, "numbers": numbers})
-    tensor.add_(1)
-    numbers.append(3)
-    assert same(unpack(part), {"tensor": torch.zeros(3), "numbers": [1, 2]})
-
-
 @pytest.mark.parametrize(
     ("tree", "told"),
     [

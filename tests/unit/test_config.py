@@ -336,7 +336,10 @@ def test_a_spec_accepts_no_nan_or_infinity(given: dict[str, str]) -> None:
 # --- no torch -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["gossipx", "gossipx.settings.files", "gossipx.cli", "gossipx.launch.hosts"])
+@pytest.mark.parametrize(
+    "module",
+    ["gossipx", "gossipx.settings.files", "gossipx.cli", "gossipx.launch.hosts", "gossipx.server.placement"],
+)
 def test_importing_it_does_not_import_torch(module: str) -> None:
     program = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'tensorboard'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from managers import HERE
-from small_disks import SmallDisk, keep_old_checkpoints
+from small_disks import SmallDisk
 from table_sides import Side, side, values
 from torch import nn
 
@@ -161,18 +161,6 @@ def test_a_disk_that_is_full_for_a_while(small_disk: SmallDisk, caplog: pytest.L
     assert alike(before, Server(place))
 
 
-@pytest.mark.fault(57)
-def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_not_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    keep_old_checkpoints(monkeypatch)
-    before = pushed(Server(tmp_path), range(20))
-    assert [text.partition(": ")[2] for text in caplog.messages] == [
-        "an old checkpoint cannot be removed (Read-only file system)"
-    ]
-    assert before.keeper.unwritten == 0 and alike(before, Server(tmp_path))
-
-
 def damage(store: Store) -> int:
     """Damage the newest checkpoint, and return its clock."""
     newest = store.find()
@@ -193,24 +181,6 @@ def test_a_shard_is_restored_with_all_pushes(tmp_path: Path, pushes: int) -> Non
     after.push(pushes)
     before.push(pushes)
     assert all(map(torch.equal, before.values, after.values))
-
-
-def test_a_shard_is_restored_twice(tmp_path: Path) -> None:
-    before = Server(tmp_path)
-    for iteration in range(3):
-        before.push(iteration)
-    second = Server(tmp_path)
-    second.push(3)
-    third = Server(tmp_path)
-    assert all(map(torch.equal, second.values, third.values))
-
-
-def test_a_damaged_checkpoint_costs_nothing(tmp_path: Path) -> None:
-    before = Server(tmp_path)
-    for iteration in range(2 * EVERY + 1):
-        before.push(iteration)
-    assert damage(before.store) == 2 * EVERY
-    assert all(map(torch.equal, before.values, Server(tmp_path).values))
 
 
 @pytest.mark.parametrize("keep", [1, 3])

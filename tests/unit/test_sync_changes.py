@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from dataclasses import dataclass
 
@@ -12,19 +11,10 @@ from shards import Run
 
 from gossipx.errors import UsageError
 from gossipx.server.conditions import Apply, Conditions, Pull, SyncModel, View
-from gossipx.server.shard_clock import BufferDue, DelayedPulls, Release, ShardClock, Tick
-from gossipx.server.sync_models import ASP, BSP, DSPS, SSP, sync_model_from
+from gossipx.server.shard_clock import DelayedPulls, Release, ShardClock, Tick
+from gossipx.server.sync_models import BSP, DSPS, SSP, sync_model_from
 
 # --- membership --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", ["bsp", "asp", "ssp:0", "dsps", "drop:2", "pssp:0,p=1", "hybrid:step=2"])
-@pytest.mark.parametrize("pulls", ["lazy", "soft"])
-def test_one_worker_never_waits(spec: str, pulls: str):
-    run = Run(spec, [7], pulls=pulls)
-    for _ in range(9):
-        run.iterate(7)
-    assert run.clock.clock == 9 and run.clock.counts.delayed == 0 and len(run.applied) == 9
 
 
 @pytest.mark.parametrize("spec", ["bsp", "asp", "drop:2", "hybrid:step=2"])
@@ -77,17 +67,6 @@ def test_a_lost_worker_is_not_waited_for():
     assert run.clock.holding_up == [2] and run.able == [2]
     run.lose(2)
     assert run.events[-4:] == ["tick 1", "tick 2", "answer 0 1", "answer 1 1"]
-
-
-def test_pulls_of_a_lost_worker_are_forgotten():
-    run = Run("bsp", range(3))
-    run.iterate(0)
-    run.iterate(1)
-    run.lose(1)
-    assert run.clock.waiting == [(0, 0)]
-    run.iterate(2)
-    assert run.events == ["tick 1", "answer 0 0", "answer 2 0"]
-    assert run.steps[0][0] == 1 / 3, "what it pushed is in the mean"
 
 
 def test_a_lost_workers_push_counts_for_no_other():
@@ -238,17 +217,6 @@ def test_workers_repeat_pulls_after_a_restore():
     assert restored.pushed(1, 0) == [Tick(1), Release("again")]
 
 
-def test_what_is_in_the_buffer_is_known_after_a_restore():
-    run = Run("bsp", range(2), tables=2)
-    run.send(0)
-    for complete in (1, 2):
-        restored = ShardClock(BSP())
-        restored.load_state_dict(run.clock.state_dict())
-        assert restored.switch(ASP())[0] == BufferDue(1), f"{complete} of 2 messages"
-        if complete == 1:
-            run.send(0)
-
-
 def test_a_clock_is_only_restored_into_an_equal_one():
     state = ShardClock(SSP(1), "tick", "soft").state_dict()
     for other in (
@@ -258,23 +226,6 @@ def test_a_clock_is_only_restored_into_an_equal_one():
     ):
         with pytest.raises(UsageError, match=r"saved with 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
             other.load_state_dict(state)
-
-
-def test_all_of_a_clock_is_restored():
-    run = Run("dsps:staleness=2,low=0,high=4,window=3", range(3), "tick", tables=2, seed=5)
-    for rank in (0, 1, 2, 0, 0, 0, 1):
-        if rank in run.able:
-            run.iterate(rank)
-    run.send(2)
-    run.switch("dsps:staleness=2,low=0,high=4,window=2", "tick")
-    for rank in (2, 1, 2, 1, 2, 1):
-        if rank in run.able:
-            run.iterate(rank)
-    state = json.loads(json.dumps(run.clock.state_dict()))
-    assert state["model"] != DSPS(2, 0, 4, 2).init() and run.clock.buffered
-    restored = ShardClock(run.clock.model, "tick", workers=[8], rng=random.Random(8))
-    restored.load_state_dict(state)
-    assert json.loads(json.dumps(restored.state_dict())) == state
 
 
 def test_a_models_state_is_the_checkpoints_own():

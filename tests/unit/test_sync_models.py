@@ -145,14 +145,6 @@ def test_a_step_in_terms_of_the_learning_rate_is_resolved_before_use():
         Step("5/lr").threshold(3)
 
 
-def test_a_custom_growth_function():
-    run = Run(Hybrid(Squares()), range(3))
-    run.iterate(0)
-    assert run.steps == [], "K is 2 for the first"
-    run.iterate(1)
-    assert [len(messages) for _, messages in run.steps] == [2]
-
-
 @pytest.mark.parametrize(("size", "far"), [(Step(3), 5), (Double(3), 16), (Fixed(2), 2)])
 def test_growth(size: Growth, far: int):
     assert size.threshold(0) == size.threshold(1) == size.threshold(3), "before the first, too"
@@ -268,27 +260,6 @@ def test_a_repeated_or_an_older_push_changes_nothing():
 
 
 # --- drop ---------------------------------------------------------------------------------------------
-
-
-def test_a_late_worker_continues_at_the_clock():
-    run = Run("drop:2", range(3))
-    for rank in (0, 1, 0, 1):
-        run.iterate(rank)
-    assert run.clock.clock == 2
-    run.iterate(2)
-    assert [message[:2] for message in run.dropped] == [(2, 0)] and run.clock.counts.late == 1
-    assert run.workers[2].iteration == 2 and run.events[-1] == "answer 2 0"
-    assert len(run.steps) == 2, "the other workers' steps use only their own gradients"
-    run.iterate(2)
-    run.iterate(0)
-    assert run.clock.clock == 3 and len(run.dropped) == 1, "in time again"
-
-
-def test_late_pushes_can_be_added_to_the_next_mean():
-    run = Run("drop:2,late=add", range(3))
-    for rank in (0, 1, 2, 0, 1):
-        run.iterate(rank)
-    assert [len(messages) for _, messages in run.steps] == [2, 3] and run.dropped == []
 
 
 def test_a_jump_ahead_is_several_ticks():
