@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from arenas import Net, model_of, same, train, values
@@ -224,40 +222,3 @@ def test_nothing_is_allocated_after_warm_up():
         seen.append(places)
     warm = set().union(*seen[:3])
     assert set().union(*seen[3:]) <= warm
-
-
-def test_a_snapshot_is_never_torn_while_another_thread_steps():
-    """Each boundary is a single constant, including BatchNorm's buffers; between boundaries values are mixed."""
-    module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
-    arena = ParameterArena(module)
-    tensors = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
-
-    def fill(value: float) -> None:
-        with torch.no_grad():
-            for tensor in tensors:
-                tensor.fill_(value)
-
-    fill(1.0)
-    arena.step_done()
-    ended = threading.Event()
-
-    def steps() -> None:
-        for step in range(2, 1500):
-            fill(float(step))
-            arena.step_done()
-        ended.set()
-
-    thread = threading.Thread(target=steps)
-    held = arena.snapshot()
-    thread.start()
-    taken = 0
-    while not ended.is_set() or not taken:
-        for whole in (False, True):
-            snapshot = arena.snapshot(whole)
-            vector = snapshot.buffer.vectors[0]
-            present = set(vector.unique().tolist()) - {0.0}  # 0: the padding between tensors
-            assert present == {float(snapshot.step)}
-            snapshot.release()
-            taken += 1
-    thread.join()
-    assert set(held.buffer.vectors[0].unique().tolist()) - {0.0} == {1.0}, "a referenced snapshot does not change"

@@ -58,34 +58,6 @@ def test_every_section_gets_momentum_and_buffers_are_only_mixed() -> None:
         torch.testing.assert_close(after, now[name] + 0.25 * (wanted[name] - now[name]) + added, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("sampled", [None, 3])
-def test_steps_between_request_and_mix_are_kept(sampled: int | None) -> None:
-    module, arena = made(0, f"momentum:{GAMMA}", sampled=sampled)
-    other, theirs = made(1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    first = values(module)
-    pull(arena, model_of(theirs), 0.5)
-
-    def steps() -> None:
-        arena.leave_boundary()
-        train(module, optimizer)
-        arena.step_done()
-
-    steps()
-    begun = values(module)
-    ended: dict[str, torch.Tensor] = {}
-
-    def more() -> None:
-        steps()
-        ended.update(values(module))
-
-    pull(arena, model_of(theirs), 0.5, more)
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            mixed = begun[name] + 0.5 * (values(other)[name] - begun[name]) + GAMMA * (begun[name] - first[name])
-            torch.testing.assert_close(parameter.detach(), mixed + ended[name] - begun[name], rtol=1e-5, atol=1e-6)
-
-
 def test_vectors_of_many_pieces() -> None:
     """The pass goes piece by piece; each value meets its own momentum."""
     size = 3 * PIECE // 4 + 17

@@ -95,22 +95,6 @@ def test_small_mixes_add_up(dtype: torch.dtype, sampled: int | None):
     assert lost > 20 * left, "else masters would not be needed"
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_pair_converges_to_the_mean(dtype: torch.dtype):
-    """x_i ← x_i + ½(x_j − x_i) on both sides."""
-    one, two = made(0, dtype), made(1, dtype)
-    begin = [halves(arena)[0].double() for arena in (one, two)]
-    models = model_of(one), model_of(two)
-    mix(one, models[1], 0.5)
-    mix(two, models[0], 0.5)
-    mean = (begin[0] + begin[1]) / 2
-    for arena in (one, two):
-        now, master = halves(arena)
-        torch.testing.assert_close(master.double(), mean, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(now, mean.to(dtype), rtol=2.0**-7, atol=1e-6)
-        assert rounded(arena)
-
-
 @pytest.mark.parametrize("sampled", [None, 0])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_wave_leaves_what_was_merged_and_own_steps_are_kept(dtype: torch.dtype, sampled: int | None):

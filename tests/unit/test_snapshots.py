@@ -120,10 +120,11 @@ def test_waiting_for_a_boundary_has_a_timeout(monkeypatch: pytest.MonkeyPatch):
         _ = made().snapshot().vectors
 
 
-def test_a_snapshot_is_never_torn_while_another_thread_steps():
+@pytest.mark.parametrize("sampled", [None, 0])
+def test_a_snapshot_is_never_torn_while_another_thread_steps(sampled: int | None):
     """At a boundary all values are one constant, including BatchNorm's buffers; within a step they are mixed."""
     module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
-    arena = ParameterArena(module, sampled=0)
+    arena = ParameterArena(module, sampled=sampled)
     tensors = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
 
     def fill(value: float) -> None:
