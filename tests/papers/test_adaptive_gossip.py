@@ -292,6 +292,7 @@ def test_consensus_distance_is_exact_over_all_pairs(peers: int):
     assert consensus_distance(pairs, peers) ** 2 == pytest.approx(true, rel=1e-12)
     each = [consensus_distance([pair], peers) ** 2 for pair in pairs]
     assert np.mean(each) == pytest.approx(true, rel=1e-12)
+    assert math.isnan(consensus_distance([], peers))
 
 
 def test_consensus_distance_of_what_retrievals_saw():
@@ -313,7 +314,3 @@ def test_consensus_distance_of_what_retrievals_saw():
         rows = torch.stack([peer.weights() for peer in again.peers.values()])
         squares.append(float((rows - rows.mean(0)).square().sum(1).mean()))
     assert estimate == pytest.approx(math.sqrt(sum(squares) / len(squares)), rel=0.15)
-
-
-def test_consensus_distance_of_nothing():
-    assert math.isnan(consensus_distance([], 4))

@@ -1,4 +1,4 @@
-"""Helpers for pushes and pairs in virtual time: the modes, and what must be true after a run."""
+"""Helpers for exchanges in virtual time: their modes, and what must be true after a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from gossipx.sim import Network
 PUSH = {"mode": "push"}
 PUSH_SUM = {"mode": "push", "weights": "push-sum"}
 PAIRS = {"mode": "pushpull"}
+WAVES = {"exchange": "waves"}
 MODES = [PUSH, PUSH_SUM, PAIRS]
 every_mode = pytest.mark.parametrize("mode", MODES, ids=["push", "push-sum", "pushpull"])
+every_exchange = pytest.mark.parametrize(
+    "mode", [{}, *MODES, WAVES], ids=["pull", "push", "push-sum", "pushpull", "waves"]
+)
 both_ways = pytest.mark.parametrize("blocking", [False, True])
 
 

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 from encoded import SPECS
-from hypothesis import given
-from hypothesis import strategies as st
 from modes import PAIRS, PUSH, agree, nothing_left
-from property_tests import examples
 from seeds import some
-from toy import SIZE, TIMEOUT, bound, ended, make, maker, models, spread, until, world
+from toy import SIZE, TIMEOUT, bound, ended, make, models, spread, until, world
 from transcripts import LoggedWorld, finish_bytes, trained_bytes
 
 from gossipx import codecs
@@ -194,27 +191,3 @@ def apart(peer: SimPeer) -> None:
         with torch.no_grad():
             for parameter in peer.module.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(peer.rank)))
-
-
-@examples(60, 15)
-@given(
-    size=st.integers(2, 5),
-    seed=st.integers(0, 10_000),
-    fragments=st.integers(2, 5),
-    loss=st.sampled_from([0.0, 0.1, 0.3]),
-    blocking=st.booleans(),
-    mode=st.sampled_from(MODES),
-    policy=st.sampled_from(["random:p=0.4", "drift:distance=0.5,max_silence=5"]),
-)
-def test_any_loss_of_messages(
-    size: int, seed: int, fragments: int, loss: float, blocking: bool, mode: dict[str, Any], policy: str
-) -> None:
-    """Every run ends, the survivors are finite, and nothing of an exchange is left."""
-    network = Network(bandwidth=4000, delay=0.02, loss=loss, repeat=loss / 2)
-    made = LoggedWorld(seed, network)
-    options = {"policy": policy, "iterations": 12, "blocking": blocking, "fragments": fragments, "draws": seed, **mode}
-    for rank in range(size):
-        made.start(rank, maker(rank, size, **options))
-    made.crash(size - 1, 6.0 + seed % 5)
-    ended(made, bound(size, 12, waits=40) + 40 * TIMEOUT)
-    assert bool(models(made, range(size - 1)).isfinite().all())

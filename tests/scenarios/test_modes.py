@@ -65,14 +65,6 @@ def test_a_pair_is_an_exchange_of_both_peers(policy: str):
     assert 0.75 * expected <= mixed <= 1.25 * expected
 
 
-@every_mode
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_any_number_of_peers(size: int, mode: dict[str, Any]):
-    made = ended(world(size, policy="tau:2", **mode), bound(size))
-    agree(made, list(range(size)))
-    assert all((peer.role.sync.retrievals > 0) == (size > 1) for peer in made.peers.values())
-
-
 @examples(40)
 @given(
     size=st.integers(1, 8),

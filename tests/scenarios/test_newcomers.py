@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from modes import MODES, nothing_left
 from property_tests import examples
-from toy import SIZE, TIMEOUT, bound, ended, make, models, spread, world
+from toy import SIZE, TIMEOUT, bound, ended, make, models, world
 from transcripts import LoggedWorld
 
 from gossipx.peer.joining.newcomers import MAX_RESERVED
@@ -137,16 +137,6 @@ def test_a_partition_while_one_joins_heals(exchange: dict[str, Any]) -> None:
     assert made.fired["cut"] > 0
     agreed(made, [0, 1, 2, 3])
     assert made.lines(1, "hears of 3")
-
-
-def test_waves_are_of_all_peers_soon_after_one_has_joined() -> None:
-    made = begun(4, exchange="waves", policy="tau:10")
-    joins(made, 4, "late", 14.3, exchange="waves", policy="tau:10")
-    ended(made, bound(5, LENGTH, waits=2))
-    assert all(peer.role.waves.lost == 0 for peer in made.peers.values())
-    agreed(made, list(range(5)))
-    assert made.retrievals(4), "it was merged into waves while it trained"
-    assert spread(models(made)) == 0.0
 
 
 @pytest.mark.parametrize("codec", ["3lc", "topk2:ratio=0.25"])

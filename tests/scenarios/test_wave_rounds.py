@@ -47,13 +47,6 @@ def test_a_blocking_wave_leaves_all_with_the_exact_mean(size: int):
     conserved(made, tracked)
 
 
-@pytest.mark.parametrize("size", [2, 4, 5, 8])
-def test_the_finish_leaves_the_same_bits_with_all(size: int):
-    made = ended(world(size, policy="tau:5", exchange="waves"), bound(size))
-    assert torch.equal(models(made), models(made)[:1].expand(size, -1))
-    torch.testing.assert_close(models(made), before(made).mean(0).expand(size, -1), rtol=1e-5, atol=1e-6)
-
-
 @examples(40, few=6)
 @given(
     size=st.integers(2, 9),

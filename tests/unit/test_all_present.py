@@ -9,7 +9,7 @@ import pytest
 
 from gossipx.peer import PeerRole
 from gossipx.protocol.effects import Answer, Mix, Resume, Send, Wait
-from gossipx.protocol.events import AllPresent, Answered, JoinRun, Mixed, Received, Replied, StepDone
+from gossipx.protocol.events import AllPresent, Answered, JoinRun, Received, Replied, StepDone
 from gossipx.protocol.messages import ArriveRequest, HereReply, ModelReply, PullRequest, RoundRequest, Stage
 from gossipx.settings import files
 from gossipx.sync import SyncManager
@@ -61,15 +61,6 @@ def test_a_wave_has_all_as_members():
     assert partner.waves.current is not None and partner.waves.current.members == tuple(range(SIZE))
     assert any(isinstance(effect, Answer) and isinstance(effect.reply, ModelReply) for effect in joined)
     assert len(made[5].members.others.known) <= 2 and not partner.members.others.known
-
-
-def test_a_blocking_peer_waits_for_its_pulls():
-    role = roles(2, blocking=True)[0]
-    assert role.handle(AllPresent(), 0.0) == [Wait(), Resume()]
-    wait, pull = role.handle(StepDone(1, 0.1), 1.0)
-    assert wait == Wait() and isinstance(pull, Send)
-    assert role.handle(Replied(pull.ticket, ModelReply(1)), 1.1) == [Mix(pull.ticket, 0.5)]
-    assert role.handle(Mixed(pull.ticket), 1.2) == [Resume()]
 
 
 def test_a_peer_that_announces_itself_later_was_restarted():

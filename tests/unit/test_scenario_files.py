@@ -40,6 +40,7 @@ def test_options_replace_what_the_file_says(tmp_path: Path) -> None:
     ("text", "line", "words"),
     [
         ("[simulation]\npeers = 0\n" + REAL, 2, "at least 1"),
+        ("peers = 4\n" + REAL, 1, "it belongs in [simulation]"),
         ("[simulation]\npears = 3\n" + REAL, 2, "did you mean 'peers'"),
         ("[simulations]\npeers = 3\n" + REAL, 1, "did you mean 'simulation'"),
         (REAL + '[network]\nup = "fast"\n', 4, "not a rate"),

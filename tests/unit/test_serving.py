@@ -69,57 +69,12 @@ def test_one_version_is_served_until_the_first_receiver_has_it():
     assert later.ticket != capture.ticket
 
 
-def test_a_version_that_is_still_the_latest_is_served_on():
-    serving = serving_at_most(4)
-    asks(serving, 1, step=10)
-    asks(serving, 2, step=10)
-    serving.answered(Answered("of 1", whole=True))
-    assert is_served(asks(serving, 3, step=10))
-
-
 def test_an_answer_that_failed_closes_no_version():
     serving = serving_at_most(4)
     asks(serving, 1, step=10)
     asks(serving, 2, step=10)
     serving.answered(Answered("of 1", whole=False))
     assert is_served(asks(serving, 3, step=11))
-
-
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_a_peer_turned_away_has_precedence_over_those_served_since(most: int):
-    serving = serving_at_most(most)
-    for rank in range(most):
-        assert is_served(asks(serving, rank))
-    assert not is_served(asks(serving, 9))
-    last = most - 1
-    serving.answered(Answered(f"of {last}", whole=False))
-    assert not is_served(asks(serving, last)), "9 was turned away, and served less lately"
-    assert is_served(asks(serving, 9))
-    serving.answered(Answered("of 9", whole=False))
-    assert is_served(asks(serving, last))
-
-
-def test_peers_that_keep_retrying_are_served_in_turns():
-    """In any order: seven peers retry one after the other, for one slot that is free every third time."""
-    serving, turns = serving_at_most(1), list[int]()
-    for time in range(7 * 3 * 4):
-        for rank in range(1, 8):
-            key = f"{rank} at {time}"
-            if is_served(asks(serving, rank, step=time, key=key)):
-                turns.append(rank)
-                open_key = key
-        if time % 3 == 2:
-            serving.answered(Answered(open_key, whole=True))
-    assert sorted(turns[:7]) == list(range(1, 8))
-    assert max(turns.count(rank) for rank in range(1, 8)) <= min(turns.count(rank) for rank in range(1, 8)) + 1
-
-
-def test_a_peer_turned_away_that_does_not_return_costs_one_refusal():
-    serving = serving_at_most(1)
-    asks(serving, 1)
-    asks(serving, 9)
-    serving.answered(Answered("of 1", whole=False))
-    assert [is_served(asks(serving, 1, key=str(time))) for time in range(2)] == [False, True]
 
 
 @given(

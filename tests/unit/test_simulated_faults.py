@@ -19,12 +19,6 @@ def test_a_crashed_peer_that_does_not_return_is_lost(tmp_path: Path) -> None:
     assert sum(n or 0 for n in run.lost_iterations) == run.lost_iterations[4] == pytest.approx(2.8 / 0.0741, abs=3)
 
 
-def test_a_peer_that_is_started_again_ends_with_the_others(tmp_path: Path) -> None:
-    fault = {"kind": "crash", "peers": [4], "at": 3.0, "until": 5.0}
-    run = simulated(scenario(tmp_path, TRAFFIC, {"exchange": {"peer_timeout": 5.0}}, faults=[fault]))
-    assert run.lost == [] and run.retrievals[4] is not None
-
-
 @pytest.mark.parametrize("until", [14.75, 1000.0], ids=["while it joins", "before it starts"])
 def test_a_peer_that_returns_when_the_others_have_ended_is_lost(tmp_path: Path, until: float) -> None:
     """As in a real run, it is too late to spoil the run."""
@@ -86,6 +80,7 @@ def test_a_full_disk_and_a_lost_one_cost_the_state(tmp_path: Path) -> None:
     """A peer that is started again continues at its last checkpoint; without one it takes the model of another."""
     settings = {
         "simulation": {"peers": 3},
+        "task": {"batch_size": 2},
         "compute": {"seconds": 0.1},
         "run": {"iterations": 60, "eval_interval": 0, "checkpoint_every": "10", "recorder": "none"},
         "sync": {"policy": "never", "finish": "none"},

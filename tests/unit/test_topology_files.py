@@ -167,11 +167,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
         topology_from(str(tmp_path / name), 2)
 
 
-def test_a_file_that_is_missing_is_named() -> None:
-    with pytest.raises(UsageError, match=r"^here/none\.toml: no such topology file$"):
-        topology_from("here/none.toml", 2)
-
-
 def test_a_generator_needs_a_number_of_peers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--size N"):
         topology_from("ring")

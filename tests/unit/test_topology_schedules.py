@@ -80,11 +80,6 @@ def test_frequencies_are_what_is_drawn(spec: str, graph: str) -> None:
 # --- static ---------------------------------------------------------------------------------------
 
 
-def test_static_asks_all_in_turn_beginning_with_the_next() -> None:
-    schedule = schedule_from("static", topology_from("full", 4))
-    assert [row(schedule, number) for number in range(4)] == [[1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2], [1, 2, 3, 0]]
-
-
 def test_static_passes_over_who_may_not_be_asked() -> None:
     schedule = schedule_from("static", topology_from("full", 4))
     asked = [schedule.partner(0, number, [1, 3], random.Random(0), {}) for number in range(4)]
@@ -120,18 +115,6 @@ def test_one_peer_of_a_hypercube_is_one_dimension_a_round(bits: int) -> None:
         assert row(schedule, number) == [rank ^ (1 << number) for rank in range(2**bits)]
 
 
-@given(size=st.integers(4, 60), base=st.integers(2, 4))
-def test_one_peer_of_an_exponential_graph_is_one_hop_a_round(size: int, base: int) -> None:
-    """Ying et al. 2021, section 4: in round k every peer pulls from the peer base^k ranks ahead."""
-    graph = topology_from(f"exponential:base={base}", size)
-    if graph.directed:
-        schedule = schedule_from("one-peer", graph)
-        hops = [base**k for k in range(size) if base**k < size]
-        rounds = [[(rank + hop) % size for rank in range(size)] for hop in hops]
-        assert [row(schedule, number) for number in range(len(hops))] == rounds
-        assert len(schedule.turns[0]) == len(hops)
-
-
 def test_one_peer_goes_on_with_the_next_where_the_partner_is_gone_and_rests_where_it_has_none() -> None:
     schedule = schedule_from("one-peer", topology_from("star", 3))
     assert [row(schedule, number) for number in range(2)] == [[1, 0, None], [2, None, 0]]
@@ -165,18 +148,30 @@ def test_inner_outer_without_sites_is_random() -> None:
     ).frequency(0)
 
 
-def test_bandwidth_aware_draws_by_rate() -> None:
-    schedule = schedule_from("bandwidth-aware", topology_from("full", 4))
-    drawn = counted(schedule, 0, 8000, {1: 1.0, 2: 3.0, 3: 4.0})
-    assert drawn == pytest.approx({1: 1 / 8, 2: 3 / 8, 3: 4 / 8}, abs=0.03)
+@given(size=st.integers(4, 60), base=st.integers(2, 4))
+def test_one_peer_of_an_exponential_graph_is_one_hop_a_round(size: int, base: int) -> None:
+    """Ying et al. 2021, section 4: in round k every peer pulls from the peer base^k ranks ahead."""
+    graph = topology_from(f"exponential:base={base}", size)
+    if graph.directed:
+        schedule = schedule_from("one-peer", graph)
+        hops = [base**k for k in range(size) if base**k < size]
+        rounds = [[(rank + hop) % size for rank in range(size)] for hop in hops]
+        assert [row(schedule, number) for number in range(len(hops))] == rounds
+        assert len(schedule.turns[0]) == len(hops)
 
 
-def test_bandwidth_aware_counts_the_unknown_as_average() -> None:
-    """Invalid rates count as unknown; without any known rate the choice is uniform."""
-    schedule = schedule_from("bandwidth-aware", topology_from("full", 4))
-    rates = {1: 1.0, 2: 3.0, 3: 0.0}
-    assert counted(schedule, 0, 8000, rates) == pytest.approx({1: 1 / 6, 2: 3 / 6, 3: 2 / 6}, abs=0.03)
-    assert counted(schedule, 0, 8000) == pytest.approx({1: 1 / 3, 2: 1 / 3, 3: 1 / 3}, abs=0.03)
+@pytest.mark.parametrize(
+    ("rates", "shares"),
+    [
+        ({1: 1.0, 2: 3.0, 3: 4.0}, (1 / 8, 3 / 8, 4 / 8)),
+        ({1: 1.0, 2: 3.0, 3: 0.0}, (1 / 6, 3 / 6, 2 / 6)),
+        ({}, (1 / 3,) * 3),
+    ],
+)
+def test_bandwidth_aware_draws_by_rate(rates: dict[int, float], shares: tuple[float, ...]) -> None:
+    """Unknown and invalid rates count as average."""
+    drawn = counted(schedule_from("bandwidth-aware", topology_from("full", 4)), 0, 8000, rates)
+    assert drawn == pytest.approx(dict(enumerate(shares, 1)), abs=0.03)
 
 
 # --- by name --------------------------------------------------------------------------------------

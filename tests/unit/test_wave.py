@@ -142,13 +142,6 @@ def test_a_peer_that_only_sends_tells_its_partner_of_the_wave():
     assert starter.requested(asks(0, 0, 3), 0.2) == [given(starter, 0)]
 
 
-def test_a_peer_that_leaves_is_not_waited_for():
-    wave, _ = begun(0, 4)
-    assert wave.peer_left(2, 0.1) == []
-    assert wave.peer_left(1, 0.2) == [Note("round", "peer 1 missed a round of wave 7")]
-    assert wave.over and (wave.lost, wave.merged) == (2, 0)
-
-
 def test_a_partner_that_tells_of_a_wave_is_not_refused_once_it_is_over():
     """2 has the mean before the request of 0, which sends it, has arrived: a refusal would count as a lost round."""
     waves = peer(2, 3)
@@ -247,22 +240,6 @@ def test_impossible_member_lists_are_refused():
         (answer,) = waves.requested(meant(1, members), 5, 0.0)
         assert isinstance(answer, Answer) and isinstance(answer.reply, NotReadyReply)
     assert waves.join(5, 0.1) == []
-
-
-def test_the_number_of_the_next_wave_is_above_all_that_are_over():
-    """A wave under way is not announced as over, since a peer that has only heard of it may still join."""
-    waves = peer(0, 2)
-    assert waves.latest == 0
-    waves.record_over(8)
-    waves.start(5, 0.0)
-    assert waves.current is not None and (waves.current.number, waves.latest) == (9, 8)
-    other = peer(1, 2)
-    other.record_over(waves.latest + 1)
-    assert other.requested(meant(0, (0, 1), 9), 5, 0.1) == [] and other.join(5, 0.1)
-    waves.give_up("no more", 0.2)
-    assert waves.latest == 9
-    waves.finish(None, 5, 1.0, 0.3)
-    assert waves.latest == 9, "the finish is no number to count on from"
 
 
 def test_no_wave_is_started_beyond_the_highest_number():
