@@ -8,9 +8,8 @@ import toy
 from encoded import normal
 from torch import Tensor, nn
 
-from gossipx import codecs, mixing
+from gossipx import codecs
 from gossipx.compression import ModelCodec
-from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 from gossipx.protocol.messages import ModelReply
@@ -125,9 +124,3 @@ def test_peers_come_to_the_mean_by_a_tenth_of_the_values() -> None:
         for many in (1, 60, 120)
     ]
     assert apart[1] < 0.5 * apart[0] and apart[2] < 0.5 * apart[1]
-
-
-@pytest.mark.parametrize("gamma", ["0", "-0.1", "1.5", "nan"])
-def test_gamma_is_a_share(gamma: str) -> None:
-    with pytest.raises(UsageError, match="gamma is a share, above 0 and up to 1"):
-        mixing.mixing_from(f"choco:gamma={gamma}")

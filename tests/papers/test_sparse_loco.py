@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gossipx import codecs
 from gossipx.codecs import ErrorFeedback, decode, encoded_bytes
-from gossipx.errors import UsageError
 
 RATIO, CHUNK, DECAY = 0.02, 500, 0.9
 SPEC = f"topk2:ratio={RATIO},chunk={CHUNK},decay={DECAY}"
@@ -80,16 +79,3 @@ def test_indices_come_back_whatever_share_is_sent(ratio: float) -> None:
     kept.scatter_(1, rows.abs().topk(round(1000 * ratio)).indices, True)
     assert torch.equal(out != 0, kept.view(-1))
     assert torch.equal(out[out != 0].sign(), x[out != 0].sign())
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("topk2:ratio=0", "ratio is a fraction of the values, above 0"),
-        ("topk2:chunk=0", "chunk is a number of values, from 1 on"),
-        ("topk2:decay=1.5", "decay is a factor, above 0 and at most 1"),
-    ],
-)
-def test_a_wrong_key_is_told(spec: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        codecs.parse(spec)

@@ -117,6 +117,7 @@ def test_mixings():
         "aged:half_life=0",
         "aged:0.5,half_life=nan",
         "aged:half_life=1e999",
+        *(f"choco:gamma={gamma}" for gamma in ("0", "-0.1", "1.5", "nan")),
     ],
 )
 def test_shares_that_make_no_sense_are_refused(spec: str):
