@@ -286,20 +286,3 @@ class _Closing:
     def close(self) -> None:
         if self.server._peer is not None:
             self.server._peer.close()
-
-
-def test_peers_with_other_parts_refuse_each_other(two: Folder) -> None:
-    script = two.script(
-        """
-from gossipx.parts import Parts, Storages, TransmitBuffer
-
-class Mine(TransmitBuffer):
-    pass
-
-model = nn.Linear(4, 1)
-mine = Storages(transmit=Mine) if os.environ["GOSSIPX_RANK"] == "0" else Storages()
-with gossipx.join(model, torch.optim.SGD(model.parameters(), lr=0.1), parts=Parts(storages=mine)):
-    pass
-"""
-    )
-    assert "parts" in (told := two.refused(*BRIEF, script, two.path)) and "transmit Mine" in told
