@@ -259,19 +259,6 @@ def test_in_error_feedback_what_is_left_out_never_grows_and_is_made_good(spec: s
     assert float(left.norm()) < 0.3 * float(whole.norm())
 
 
-def test_dgc_keeps_what_it_leaves_out_itself() -> None:
-    """Without momentum its accumulated values are those of error feedback (Deep Gradient Compression, Algorithm 1)."""
-    codec = codecs.parse("dgc:ratio=0.05,momentum=0,sample=0")
-    state = codec.init(normal(20, 30))
-    total, out = torch.zeros(20, 30), torch.zeros(20, 30)
-    for seed in range(6):
-        tensor = normal(20, 30, seed=seed)
-        frame, state = codec.encode(tensor, state)
-        decode_into(frame, out, add=True)
-        total += tensor
-    assert torch.allclose(out + state.kept["gathered"].view(20, 30), total, atol=1e-5)
-
-
 @every
 def test_no_frame_is_longer_than_told(spec: str) -> None:
     codec = codecs.parse(spec)
