@@ -327,9 +327,9 @@ def test_paused_peer_comes_back(mode: dict[str, Any], blocking: bool):
     made = world(4, policy="tau:2", iterations=80, blocking=blocking, peer_timeout=5.0, **mode)
     made.pause(2, 10.5, 40.5)
     made.run(40.4)
-    assert made.fired["pause"] == 1 and made.peers[2].arena.step == 10
+    assert made.fired["pause"] == 1 and made.peers[2].arena.step <= 10
     others = [made.peers[rank] for rank in (0, 1, 3)]
-    assert all(peer.arena.step > (12 if blocking else 30) for peer in others)
+    assert all(peer.arena.step > (15 if blocking else 30) for peer in others)
     assert any(peer.role.members.others[2].lost for peer in others)
     ended(made, bound(4, 80, waits=8))
     assert any(entry.what in ("mixes 2", "takes from 2") for entry in made.log if entry.time > 41)
