@@ -18,19 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
+from gossipx import errors
 from gossipx.comm.listener import LoopbackRequest, RequestListener
 from gossipx.comm.member import WAIT, Member, call_back, call_back_in_thread
-from gossipx.errors import (
-    CancelledError,
-    GossipxError,
-    NoCarrierError,
-    NotAuthorisedError,
-    OutOfReachError,
-    PeerFaultError,
-    PeerUnreachableError,
-    RefusedError,
-    UsageError,
-)
 from gossipx.memory import Source
 from gossipx.protocol.messages import NotReadyReply, Reply, Request
 from gossipx.transports import Address, handshake, unix
@@ -66,7 +56,7 @@ class OutgoingRequest:
     request: Request
     deadline: float
     payload: Sink | SinkFactory | None
-    done: Callable[[Reply | GossipxError], None]
+    done: Callable[[Reply | errors.GossipxError], None]
     upload: Source | None = None
     cancelled: bool = False
     link: Link | LoopbackRequest | None = None
@@ -132,8 +122,8 @@ class RequestClient:
         with contextlib.suppress(RuntimeError):
             call_back_in_thread(lambda result: self._finish(job, result), self._cancelled_error(job))
 
-    def _cancelled_error(self, job: OutgoingRequest) -> CancelledError:
-        return CancelledError(f"{self._member.names[job.to]}: the request was cancelled")
+    def _cancelled_error(self, job: OutgoingRequest) -> errors.CancelledError:
+        return errors.CancelledError(f"{self._member.names[job.to]}: the request was cancelled")
 
     def wake(self) -> None:
         """Wake idle workers after all connections have ended, so that they exit."""
@@ -159,24 +149,24 @@ class RequestClient:
                 job = self._jobs.popleft()
             self._finish(job, self._outcome(job))
 
-    def _outcome(self, job: OutgoingRequest) -> Reply | GossipxError:
+    def _outcome(self, job: OutgoingRequest) -> Reply | errors.GossipxError:
         try:
             return self._exchange(job)
-        except PeerFaultError as error:
+        except errors.PeerFaultError as error:
             if job.cancelled:
                 return self._cancelled_error(job)
             if self._links.closed.is_set():
                 return self._links.closed_error()
-            if isinstance(error, NotAuthorisedError | RefusedError):
+            if isinstance(error, errors.NotAuthorisedError | errors.RefusedError):
                 self._member.trust.record_rejection(job.to, error)
             return type(error)(f"{self._member.names[job.to]}: {error}")
-        except GossipxError as error:
+        except errors.GossipxError as error:
             return error
         except Exception as error:  # a bug in this package; the caller still needs a result
             log.exception("a request to %s failed", self._member.names[job.to])
-            return GossipxError(f"{self._member.names[job.to]}: {error!r}")
+            return errors.GossipxError(f"{self._member.names[job.to]}: {error!r}")
 
-    def _finish(self, job: OutgoingRequest, result: Reply | GossipxError) -> None:
+    def _finish(self, job: OutgoingRequest, result: Reply | errors.GossipxError) -> None:
         with self._lock:
             if job not in self._unfinished:
                 return
@@ -186,7 +176,7 @@ class RequestClient:
     def _exchange(self, job: OutgoingRequest) -> Reply:
         try:
             return self._attempt(job)
-        except NoCarrierError as error:
+        except errors.NoCarrierError as error:
             with self._lock:
                 before = self._process_names.get(job.to)
             reply = self._attempt(job, without_carrier=True)  # raises if the peer is unreachable
@@ -213,7 +203,7 @@ class RequestClient:
             began = time.monotonic()
             try:
                 return self._ask_over(link, job, without_carrier)
-            except PeerUnreachableError:
+            except errors.PeerUnreachableError:
                 if job.cancelled or link.heard or time.monotonic() - began > _STALE_AFTER:
                     raise
         return self._ask_over(self._open(job.to, job.deadline), job, without_carrier)
@@ -282,15 +272,15 @@ class RequestClient:
             raise self._no_memory(to)
         return link
 
-    def _no_memory(self, to: int) -> UsageError:
+    def _no_memory(self, to: int) -> errors.UsageError:
         name = self._member.names[to]
-        return UsageError(f"--transport shm: no memory can be shared with {name}; use --transport auto")
+        return errors.UsageError(f"--transport shm: no memory can be shared with {name}; use --transport auto")
 
     def _open_by_gateway(self, to: int, deadline: float) -> Link:
         """Open a connection to a peer behind NAT, as this peer is, through the first gateway that reaches it."""
         gateways = self._member.gateways()
         start = (self._member.me.rank + to) % len(gateways)  # so that not all use the same one
-        cause: PeerFaultError | None = None
+        cause: errors.PeerFaultError | None = None
         for number, gateway in enumerate(gateways[start:] + gateways[:start]):
             now = time.monotonic()
             by = now + (deadline - now) / (len(gateways) - number)
@@ -299,14 +289,14 @@ class RequestClient:
                 with self._links.dropped_on_failure(link):
                     reply = link.request(RelayRequest(to), next(self._numbers), by).message
                     if isinstance(reply, NotReadyReply):
-                        raise PeerUnreachableError(reply.reason)
+                        raise errors.PeerUnreachableError(reply.reason)
                     link = self._links.renew(link)
-            except PeerFaultError as error:
+            except errors.PeerFaultError as error:
                 cause = error
             else:
                 self._greet(link, to, by)
                 return link
-        raise PeerUnreachableError(f"it is behind NAT, as this peer is: {cause}")
+        raise errors.PeerUnreachableError(f"it is behind NAT, as this peer is: {cause}")
 
     def _record_process(self, welcome: Welcome, to: int) -> bool:
         """Record which process of peer ``to`` answered; return whether it seems to be on this machine.
@@ -333,7 +323,7 @@ class RequestClient:
         """
         try:
             stream = unix.connect(Address(welcome.local, 0), deadline)
-        except OutOfReachError as error:
+        except errors.OutOfReachError as error:
             link.request(DescribeRequest(), next(self._numbers), deadline)  # raises if the process has just ended
             log.debug("%s is on this machine and cannot share memory: %s", self._member.names[to], error)
             with self._lock:
@@ -399,7 +389,7 @@ class StandBy:
                     link.request(ReverseRequest(), 0, deadline)
                 pause = shortest
                 self._serve(link, welcome, replace)
-            except GossipxError as error:
+            except errors.GossipxError as error:
                 log.debug("no connection is ready for requests of %s: %s", self._member.names[rank], error)
             if not is_replaced:
                 self._links.closed.wait(pause)

@@ -17,37 +17,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from gossipx import errors, wire
 from gossipx.comm.member import HandedOverLinks, Member, call_back, call_back_in_thread
-from gossipx.errors import (
-    CorruptedError,
-    GossipxError,
-    NoCarrierError,
-    NotAuthorisedError,
-    PeerTimeoutError,
-    PeerUnreachableError,
-    ProtocolError,
-    StrangerError,
-)
 from gossipx.memory import Source
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply, Request
 from gossipx.protocol.server_messages import CarryingReply, CarryingRequest
 from gossipx.transports import Address, Listener, Stream, handshake, unix
 from gossipx.transports.link import Link
-from gossipx.wire import (
-    CarrierRequest,
-    DescribeRequest,
-    Description,
-    Hello,
-    Message,
-    RelayedRequest,
-    RelayRequest,
-    ReverseRequest,
-    Sink,
-    SinkFactory,
-    UploadSink,
-    Welcome,
-    frames,
-)
+from gossipx.wire import frames
 
 log = logging.getLogger("gossipx")
 
@@ -62,9 +39,9 @@ _STRANGERS, _STRANGERS_PER_PEER = 32, 2
 _TELL_EVERY = 60.0
 
 
-def no_sink(sender: int, request: CarryingRequest) -> UploadSink:
+def no_sink(sender: int, request: CarryingRequest) -> wire.UploadSink:
     """Refuse every payload."""
-    raise ProtocolError(f"it sent {type(request).__name__} with a payload, which this peer does not accept")
+    raise errors.ProtocolError(f"it sent {type(request).__name__} with a payload, which this peer does not accept")
 
 
 @dataclass(frozen=True)
@@ -98,9 +75,9 @@ class LoopbackRequest:
         self.slot.ready.set()
 
 
-SinkFor: TypeAlias = Callable[[int, CarryingRequest], UploadSink]
+SinkFor: TypeAlias = Callable[[int, CarryingRequest], wire.UploadSink]
 """Called with the sender's rank and the request; returns the buffer for the request's payload."""
-OnRequest: TypeAlias = Callable[[int, Hashable, Request, "UploadSink | None"], None]
+OnRequest: TypeAlias = Callable[[int, Hashable, Request, "wire.UploadSink | None"], None]
 """Called with the sender's rank, a key, the request and its payload."""
 
 
@@ -184,7 +161,7 @@ class RequestListener:
         while not self._links.closed.is_set():
             try:
                 stream = listener.accept()
-            except GossipxError as error:
+            except errors.GossipxError as error:
                 if pause == _PAUSE[0] and not self._links.closed.is_set():
                     log.warning("%s; retrying until it succeeds", error)
                 self._links.closed.wait(pause)
@@ -235,7 +212,9 @@ class RequestListener:
                 if member.secret is not None:
                     handshake.challenge(link, member.secret, member.me, deadline)
                 hosts = hosts or [address.host for address in member.addresses]
-                welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
+                welcome = wire.Welcome(
+                    member.me.rank, member.me.name, member.me.model, member.machine, self._local.host
+                )
                 they = handshake.admit(
                     link, member.me, member.names, hosts, welcome, self.queries, deadline, member.join_handler
                 )
@@ -244,11 +223,11 @@ class RequestListener:
                 with self._lock:
                     if stream in self._inbound:
                         self._inbound[stream] = True
-                while not isinstance(self._serve_one(link, they), ReverseRequest):
+                while not isinstance(self._serve_one(link, they), wire.ReverseRequest):
                     pass
             self.kept.put(they.rank, link)
 
-    def serve_reversed(self, link: Link, they: Welcome, used: Callable[[], None]) -> None:
+    def serve_reversed(self, link: Link, they: wire.Welcome, used: Callable[[], None]) -> None:
         """Serve a connection that this peer has opened and handed over to peer ``they``, until it ends.
 
         Args:
@@ -257,7 +236,7 @@ class RequestListener:
         with self._told(link.stream), self._links.dropped_on_failure(link):
             frame, upload = self._receive(link, they)
             used()
-            if isinstance(frame.message, RelayedRequest):
+            if isinstance(frame.message, wire.RelayedRequest):
                 self._serve_relayed(link, they.rank, frame.message.sender, frame.request)
                 return
             self._serve_frame(link, they, frame, upload)
@@ -269,22 +248,22 @@ class RequestListener:
         link.send(frames.encode(AcceptReply(), number, checks=link.checks), time.monotonic() + self._member.timeout)
         hosts = [""] * len(self._member.addresses)
         if sender >= len(hosts):
-            raise ProtocolError(f"it passes on a connection of rank {sender}, which no peer has")
+            raise errors.ProtocolError(f"it passes on a connection of rank {sender}, which no peer has")
         hosts[sender] = self._member.addresses[gateway].host  # whose certificate it is: the gateway vouches
         self._serve(link.stream, hosts)
         self._links.drop(link)
 
-    def _relay(self, link: Link, they: Hello, to: int, number: int) -> None:
+    def _relay(self, link: Link, they: wire.Hello, to: int, number: int) -> None:
         """Connect a peer behind NAT to another one, and pass on what they send until one of them ends."""
         member = self._member
         if to >= len(member.addresses) or not member.addresses[to].behind_nat:
-            raise ProtocolError(f"it asked for a connection to rank {to}, which is not behind NAT")
+            raise errors.ProtocolError(f"it asked for a connection to rank {to}, which is not behind NAT")
         deadline = time.monotonic() + member.timeout
         try:
             other = self.kept.take(to, deadline)
             with self._links.dropped_on_failure(other):
-                other.request(RelayedRequest(they.rank), number, deadline)
-        except GossipxError as error:
+                other.request(wire.RelayedRequest(they.rank), number, deadline)
+        except errors.GossipxError as error:
             reason = NotReadyReply(f"{member.names[member.me.rank]} does not reach it: {error}")
             link.send(frames.encode(reason, number, checks=link.checks), deadline)
             return
@@ -300,11 +279,11 @@ class RequestListener:
         member = self._member
         try:
             yield
-        except (NotAuthorisedError, StrangerError) as error:
+        except (errors.NotAuthorisedError, errors.StrangerError) as error:
             member.trust.record_stranger(stream.remote, error)
-        except CorruptedError as error:
+        except errors.CorruptedError as error:
             self._tell_corrupted(stream.remote, error)
-        except GossipxError as error:
+        except errors.GossipxError as error:
             # Peers end and strangers probe ports all the time: not worth a user's attention.
             log.debug("the connection from %s has ended: %s", stream.remote, error)
         except Exception:
@@ -313,7 +292,7 @@ class RequestListener:
             with self._lock:
                 self._inbound.pop(stream, None)
 
-    def _tell_corrupted(self, remote: str, error: CorruptedError) -> None:
+    def _tell_corrupted(self, remote: str, error: errors.CorruptedError) -> None:
         """Log a damaged request or payload, at a limited rate; the link has counted it."""
         with self._lock:
             if (now := time.monotonic()) < self._tell_corrupted_at:
@@ -321,15 +300,15 @@ class RequestListener:
             self._tell_corrupted_at = now + _TELL_EVERY
         log.warning("%s sent %s: it is refused (%d refused so far)", remote, error, self._links.counts["corrupted"])
 
-    def _receive(self, link: Link, they: Hello | Welcome) -> tuple[frames.Frame, UploadSink | None]:
+    def _receive(self, link: Link, they: wire.Hello | wire.Welcome) -> tuple[frames.Frame, wire.UploadSink | None]:
         """Return the next frame and its payload, which the caller must release."""
-        sinks: list[UploadSink] = []
+        sinks: list[wire.UploadSink] = []
 
-        def expect(message: Message, request: int) -> Sink | None:
+        def expect(message: wire.Message, request: int) -> wire.Sink | None:
             if not isinstance(message, CarryingRequest):
                 return None
             if they.model != self._member.me.model:
-                raise ProtocolError("its request carries a payload of another model")
+                raise errors.ProtocolError("its request carries a payload of another model")
             sinks.append(self._sink_for(they.rank, message))
             undo.callback(sinks[0].release)  # if the payload does not arrive whole
             return sinks[0]
@@ -339,45 +318,47 @@ class RequestListener:
             undo.pop_all()
         return frame, sinks[0] if sinks else None
 
-    def _serve_one(self, link: Link, they: Hello | Welcome) -> Message:
+    def _serve_one(self, link: Link, they: wire.Hello | wire.Welcome) -> wire.Message:
         """Receive a message, and serve it if it is a request; return it."""
         frame, upload = self._receive(link, they)
         self._serve_frame(link, they, frame, upload)
         return frame.message
 
-    def _serve_frame(self, link: Link, they: Hello | Welcome, frame: frames.Frame, upload: UploadSink | None) -> None:
+    def _serve_frame(
+        self, link: Link, they: wire.Hello | wire.Welcome, frame: frames.Frame, upload: wire.UploadSink | None
+    ) -> None:
         deadline = time.monotonic() + self._member.timeout
-        if isinstance(frame.message, DescribeRequest):
+        if isinstance(frame.message, wire.DescribeRequest):
             manifest = Source(memoryview(self._member.manifest))
-            described = Description(manifest.view.nbytes)
+            described = wire.Description(manifest.view.nbytes)
             link.send(frames.encode(described, frame.request, manifest, link.checks), deadline)
         elif they.model != self._member.me.model or they.name != self._member.names[they.rank]:
             raise handshake.refuse(link, "the models differ, or its rank belongs to another peer by now", deadline)
         elif isinstance(frame.message, Request):
             self._respond(link, they.rank, frame.request, frame.message, upload)
-        elif isinstance(frame.message, CarrierRequest):
+        elif isinstance(frame.message, wire.CarrierRequest):
             self._build_carrier(link, frame.message.kind, frame.request, deadline)
-        elif isinstance(frame.message, RelayRequest) and isinstance(they, Hello):
+        elif isinstance(frame.message, wire.RelayRequest) and isinstance(they, wire.Hello):
             self._relay(link, they, frame.message.to, frame.request)
-        elif isinstance(frame.message, ReverseRequest) and self._member.is_cut_off(they.rank):
+        elif isinstance(frame.message, wire.ReverseRequest) and self._member.is_cut_off(they.rank):
             link.send(frames.encode(AcceptReply(), frame.request, checks=link.checks), deadline)
         else:
-            raise ProtocolError(f"it sent {type(frame.message).__name__}, not a request")
+            raise errors.ProtocolError(f"it sent {type(frame.message).__name__}, not a request")
 
     def _build_carrier(self, link: Link, kind: str, number: int, deadline: float) -> None:
         if link.carrier is not None:
-            raise ProtocolError("it asked for a second carrier on one connection")
+            raise errors.ProtocolError("it asked for a second carrier on one connection")
         carriers = self._member.carriers
         if carriers is None or carriers.kind != kind:
             link.refuse_carrier("its --transport differs; give every peer the same", number, deadline)
-            raise NoCarrierError(f"it asked for {kind}, but this peer has another --transport")
+            raise errors.NoCarrierError(f"it asked for {kind}, but this peer has another --transport")
         link.build_carrier(carriers, False, number, deadline)
 
     def request_loopback(
         self,
         request: Request,
         upload: Source | None,
-        payload: Sink | SinkFactory | None,
+        payload: wire.Sink | wire.SinkFactory | None,
         deadline: float,
         loopback: LoopbackRequest,
     ) -> Reply:
@@ -396,13 +377,13 @@ class RequestListener:
         try:
             self._on_request(self._member.me.rank, key, request, received)
             if not slot.ready.wait(max(0.0, deadline - time.monotonic())):
-                raise PeerTimeoutError("this peer did not answer its own request within the deadline")
+                raise errors.PeerTimeoutError("this peer did not answer its own request within the deadline")
             self._forget(key)
             answer = slot.answer
             if answer is None:
-                raise PeerUnreachableError("this peer ended before it answered its own request")
+                raise errors.PeerUnreachableError("this peer ended before it answered its own request")
             if isinstance(answer.reply, CarryingReply) and answer.payload is not None and payload is not None:
-                sink = payload.fit(answer.reply) if isinstance(payload, SinkFactory) else payload
+                sink = payload.fit(answer.reply) if isinstance(payload, wire.SinkFactory) else payload
                 sink.take(0, answer.payload.view)
             whole = True
             return answer.reply
@@ -411,7 +392,7 @@ class RequestListener:
             if slot.answer is not None:
                 call_back(slot.answer.done, whole)
 
-    def _open(self, slot: _Slot, upload: UploadSink | None) -> Hashable:
+    def _open(self, slot: _Slot, upload: wire.UploadSink | None) -> Hashable:
         """Register a request and return its key; PeerUnreachableError if all connections have ended."""
         key = next(self._keys)
         with self._lock:
@@ -422,7 +403,7 @@ class RequestListener:
             upload.release()
         raise self._links.closed_error()
 
-    def _respond(self, link: Link, sender: int, number: int, request: Request, upload: UploadSink | None) -> None:
+    def _respond(self, link: Link, sender: int, number: int, request: Request, upload: wire.UploadSink | None) -> None:
         """Pass a request on, wait for its response, and send it."""
         slot, whole = _Slot(number), False
         key = self._open(slot, upload)
@@ -433,7 +414,7 @@ class RequestListener:
             self._forget(key)
             answer = slot.answer
             if answer is None:
-                raise PeerUnreachableError("it closed the connection before its request was answered")
+                raise errors.PeerUnreachableError("it closed the connection before its request was answered")
             early = min(answer.begins, answer.deadline) - time.monotonic()
             if early > 0 and self._links.closed.wait(early):
                 raise self._links.closed_error()

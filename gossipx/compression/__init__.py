@@ -13,16 +13,8 @@ from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import Snapshot
 from gossipx.model.receive import Incoming
+from gossipx.protocol import messages
 from gossipx.protocol.effects import Answer
-from gossipx.protocol.messages import (
-    LAST_WAVE,
-    ModelReply,
-    PullRequest,
-    Request,
-    RoundRequest,
-    TakeRequest,
-    fragment_of,
-)
 
 __all__ = ["Coded", "ModelCodec", "ModelSink", "WaveCodec", "WaveSink"]
 
@@ -85,7 +77,7 @@ class Coded:
         if buffer.fragment in self._waves:
             self._waves[buffer.fragment].applied(ticket, buffer.vectors)
 
-    def give(self, answer: Answer, reply: ModelReply, model: Snapshot) -> tuple[ModelReply, Source]:
+    def give(self, answer: Answer, reply: messages.ModelReply, model: Snapshot) -> tuple[messages.ModelReply, Source]:
         """Encode the model of an answer; return the completed reply and the payload.
 
         Raises:
@@ -100,17 +92,17 @@ class Coded:
             return self._waves[buffer.fragment].give(answer.captured, bases, buffer.vectors, reply)
         return self.of(buffer.fragment).give(receiver, bases, buffer.vectors, reply)
 
-    def model_sink(self, to: int, request: Request, incoming: Incoming) -> ModelSink | None:
+    def model_sink(self, to: int, request: messages.Request, incoming: Incoming) -> ModelSink | None:
         """Return the sink that decodes the reply to a request; None: the model arrives uncompressed."""
         match request:
-            case PullRequest() | TakeRequest():
+            case messages.PullRequest() | messages.TakeRequest():
                 return self.of(request.fragment).model_sink(to, incoming)
-            case RoundRequest() if request.wave != LAST_WAVE and self._waves:
+            case messages.RoundRequest() if request.wave != messages.LAST_WAVE and self._waves:
                 return self._waves[request.fragment].model_sink(incoming)
         return None
 
-    def prepared(self, to: int, request: Request) -> Request:
+    def prepared(self, to: int, request: messages.Request) -> messages.Request:
         """Return a request for a model, completed by what this peer has to decode it."""
-        if isinstance(request, RoundRequest):
+        if isinstance(request, messages.RoundRequest):
             return self._waves[request.fragment].prepared(request)
-        return self.of(fragment_of(request)).prepared(to, request)
+        return self.of(messages.fragment_of(request)).prepared(to, request)

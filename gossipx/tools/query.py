@@ -14,15 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gossipx.errors import (
-    ConnectionClosedError,
-    GossipxError,
-    NotAuthorisedError,
-    PeerTimeoutError,
-    PeerUnreachableError,
-    StrangerError,
-    printable,
-)
+from gossipx import errors
 from gossipx.launch.hosts import PeerLine, peers_digest
 from gossipx.peer.status import Status
 from gossipx.protocol.places import fault
@@ -81,25 +73,27 @@ def query(
                 if facts["role"] != "run":
                     return PeerAnswer(to, {}, "a doctor answers there")
                 if (facts["peers"], facts["size"], facts["name"]) != (digest, len(peers), to.name):
-                    return PeerAnswer(to, {}, f"a peer of another run answers there: {printable(facts['name'])}")
+                    return PeerAnswer(to, {}, f"a peer of another run answers there: {errors.printable(facts['name'])}")
                 report = probe.report(part)
                 if part == "status" and report:
                     msgspec.convert(report, Status)
                 return PeerAnswer(to, report)
         except msgspec.ValidationError:
             return PeerAnswer(to, {}, "its status cannot be read: it may be of another version")
-        except (NotAuthorisedError, StrangerError) as error:
-            return PeerAnswer(to, {}, printable(str(error)), authorised=False)
-        except PeerTimeoutError:
+        except (errors.NotAuthorisedError, errors.StrangerError) as error:
+            return PeerAnswer(to, {}, errors.printable(str(error)), authorised=False)
+        except errors.PeerTimeoutError:
             return PeerAnswer(to, {}, f"no answer within {CONNECT:g} s{_if_hidden(to)}")
-        except ConnectionClosedError:
+        except errors.ConnectionClosedError:
             return PeerAnswer(
                 to, {}, "closes the connection: it may need --secret-file or --tls-cert, --tls-key, --tls-ca"
             )
-        except PeerUnreachableError as error:
-            return PeerAnswer(to, {}, f"not running ({printable(str(error).rpartition(': ')[2])}){_if_hidden(to)}")
-        except GossipxError as error:
-            return PeerAnswer(to, {}, printable(str(error)))
+        except errors.PeerUnreachableError as error:
+            return PeerAnswer(
+                to, {}, f"not running ({errors.printable(str(error).rpartition(': ')[2])}){_if_hidden(to)}"
+            )
+        except errors.GossipxError as error:
+            return PeerAnswer(to, {}, errors.printable(str(error)))
 
     with contextlib.ExitStack() as stack:
         stack.callback(links.abort)
@@ -146,10 +140,12 @@ def _named(report: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     """Return the report with the names of peers in place of their ranks."""
 
     def name(rank: Any) -> str:
-        return names.get(rank) or printable(str(rank))
+        return names.get(rank) or errors.printable(str(rank))
 
     named = {
-        key: printable(value) if isinstance(value, str) else value for key, value in report.items() if key != "joined"
+        key: errors.printable(value) if isinstance(value, str) else value
+        for key, value in report.items()
+        if key != "joined"
     }
     for key in RANKS:
         if isinstance(ranks := named.get(key), list):

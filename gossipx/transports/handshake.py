@@ -24,45 +24,20 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, Protocol, TypeAlias, cast
 
-from gossipx.errors import (
-    ModelMismatchError,
-    NotAuthorisedError,
-    PeerFaultError,
-    ProtocolError,
-    RefusedError,
-    StrangerError,
-)
+from gossipx import errors, wire
 from gossipx.figures import Counters
 from gossipx.memory import Source
 from gossipx.protocol.fields import MAX_TEXT, JoinedPeer
 from gossipx.transports import Certified
 from gossipx.transports.link import Link
-from gossipx.wire import (
-    Accepted,
-    AdmitReply,
-    AdmitRequest,
-    Bytes,
-    Challenge,
-    CheckupReply,
-    CheckupRequest,
-    DescribeRequest,
-    Hello,
-    Message,
-    NotAuthorised,
-    Open,
-    Proof,
-    Refused,
-    Welcome,
-    auth,
-    frames,
-)
+from gossipx.wire import auth, frames
 from gossipx.wire.agreement import difference, objection
 
 
 class JoinDecider(Protocol):
     """Decides on newcomers; :class:`gossipx.runtime.driver.joins.JoinHandler`."""
 
-    def admit(self, request: AdmitRequest, opener: str) -> tuple[AdmitReply, bytes] | str:
+    def admit(self, request: wire.AdmitRequest, opener: str) -> tuple[wire.AdmitReply, bytes] | str:
         """Return the reply to a process on host ``opener`` that asks to join, and its payload; or, in one line, why it
         cannot join.
         """
@@ -71,7 +46,9 @@ class JoinDecider(Protocol):
         """Add a peer that joined; return in one line why it is not a member, None if it is."""
 
 
-def answer_newcomer(link: Link, request: AdmitRequest, admission: JoinDecider | None, deadline: float) -> str | None:
+def answer_newcomer(
+    link: Link, request: wire.AdmitRequest, admission: JoinDecider | None, deadline: float
+) -> str | None:
     """Answer a process that asks to join; return why it cannot, None if it was answered."""
     opener = link.stream.remote.rpartition(":")[0]
     decided = "this process takes no newcomers" if admission is None else admission.admit(request, opener)
@@ -83,7 +60,7 @@ def answer_newcomer(link: Link, request: AdmitRequest, admission: JoinDecider | 
     return None
 
 
-def checkup_facts(me: Hello, role: str) -> dict[str, Any]:
+def checkup_facts(me: wire.Hello, role: str) -> dict[str, Any]:
     """Return the facts of this process. ``role`` is "run" or "doctor"; hosts file and model are given as digests."""
     own = {"name": me.name, "role": role, "peers": me.peers, "size": me.size, "model": me.model}
     return {**own, "protocol": frames.VERSION, **_versions(), "clock": time.time()}
@@ -91,10 +68,10 @@ def checkup_facts(me: Hello, role: str) -> dict[str, Any]:
 
 def facts_in(report: Mapping[str, object]) -> dict[str, Any]:
     """Return the facts in a report; ProtocolError if one is missing."""
-    wanted = checkup_facts(Hello(0, "", 1, "", ""), "")
+    wanted = checkup_facts(wire.Hello(0, "", 1, "", ""), "")
     for name, example in wanted.items():
         if type(report.get(name)) is not type(example):
-            raise ProtocolError(f"its report has no {name}")
+            raise errors.ProtocolError(f"its report has no {name}")
     return {name: report[name] for name in wanted}
 
 
@@ -135,7 +112,7 @@ class Trust:
         self._logged = (-math.inf, 0)  # time of the last log line about strangers, and their number then
         self._is_admitted = False
         self._at_odds: set[int] = set()  # ranks of peers that turned this one away or were turned away by it
-        self._doubt: NotAuthorisedError | RefusedError | None = None
+        self._doubt: errors.NotAuthorisedError | errors.RefusedError | None = None
 
     @property
     def is_outcast(self) -> bool:
@@ -150,7 +127,7 @@ class Trust:
             return not self._is_admitted and bool(self._at_odds) and (everybody or late)
 
     @property
-    def doubt(self) -> NotAuthorisedError | RefusedError | None:
+    def doubt(self) -> errors.NotAuthorisedError | errors.RefusedError | None:
         """The reason why no peer has admitted this one, if an authentication failure is known.
 
         The failure may be a stranger's that connected here, which anyone can cause. So this alone ends nothing; it only
@@ -164,18 +141,18 @@ class Trust:
         with self._lock:
             self._is_admitted = True
 
-    def record_rejection(self, rank: int, error: NotAuthorisedError | RefusedError) -> None:
+    def record_rejection(self, rank: int, error: errors.NotAuthorisedError | errors.RefusedError) -> None:
         """Record that this peer was turned away by, or has turned away, the peer of this rank."""
         with self._lock:
             self._doubt = error
             self._at_odds.add(rank)
 
-    def record_stranger(self, remote: str, error: NotAuthorisedError | StrangerError) -> None:
+    def record_stranger(self, remote: str, error: errors.NotAuthorisedError | errors.StrangerError) -> None:
         """Record that an inbound connection was turned away; log it at a limited rate."""
         with self._lock:
             self._counts.add("strangers")
             strangers = self._counts["strangers"]
-            if isinstance(error, NotAuthorisedError):
+            if isinstance(error, errors.NotAuthorisedError):
                 self._doubt = self._doubt or error
             now = time.monotonic()
             when, before = self._logged
@@ -190,19 +167,19 @@ Queries: TypeAlias = Mapping[str, Callable[[], dict[str, Any]]]
 IN_HOSTS_FILE = "its host in the hosts file"
 
 
-def prove(link: Link, secrets: auth.Secrets, me: Hello, to: str, deadline: float) -> None:
+def prove(link: Link, secrets: auth.Secrets, me: wire.Hello, to: str, deadline: float) -> None:
     """Open a connection of a run with a secret: both sides prove that they know one. :func:`greet` follows.
 
     Raises:
         NotAuthorisedError: one side failed to prove it.
     """
     opener = auth.Opener(secrets.valid(), run=me.peers, name=me.name, to=to, nonce=os.urandom(auth.NONCE_BYTES))
-    asked = cast(Challenge, link.request(opener.opened, 0, deadline).message)
-    accepted = cast(Accepted, link.request(opener.challenged(asked), 0, deadline).message)
+    asked = cast(wire.Challenge, link.request(opener.opened, 0, deadline).message)
+    accepted = cast(wire.Accepted, link.request(opener.challenged(asked), 0, deadline).message)
     link.secure(opener.accepted(accepted))
 
 
-def challenge(link: Link, secrets: auth.Secrets, me: Hello, deadline: float) -> None:
+def challenge(link: Link, secrets: auth.Secrets, me: wire.Hello, deadline: float) -> None:
     """Accept a connection of a run with a secret, as counterpart of :func:`prove`. :func:`admit` follows.
 
     Raises:
@@ -210,18 +187,18 @@ def challenge(link: Link, secrets: auth.Secrets, me: Hello, deadline: float) -> 
         ProtocolError: the opener did not try, or meant another peer.
     """
     opened = _first(link, deadline)
-    if isinstance(opened, Hello | CheckupRequest | AdmitRequest):
+    if isinstance(opened, wire.Hello | wire.CheckupRequest | wire.AdmitRequest):
         raise _turn_away(link, "this run has a secret; give every peer the same --secret-file", deadline)
-    if not isinstance(opened, Open):
-        raise ProtocolError(f"it began with {type(opened).__name__}, not Open")
+    if not isinstance(opened, wire.Open):
+        raise errors.ProtocolError(f"it began with {type(opened).__name__}, not Open")
     answerer = auth.Answerer(secrets.valid(), os.urandom(auth.NONCE_BYTES))
     link.send(frames.encode(answerer.opened(opened), 0, checks=link.checks), deadline)
     proof = link.receive(deadline).message
-    if not isinstance(proof, Proof):
-        raise ProtocolError(f"it answered a challenge with {type(proof).__name__}")
+    if not isinstance(proof, wire.Proof):
+        raise errors.ProtocolError(f"it answered a challenge with {type(proof).__name__}")
     try:
         accepted, session = answerer.proven(proof)
-    except NotAuthorisedError:
+    except errors.NotAuthorisedError:
         raise _turn_away(link, auth.REFUSAL, deadline) from None
     link.send(frames.encode(accepted, 0, checks=link.checks), deadline)
     link.secure(session)
@@ -230,30 +207,30 @@ def challenge(link: Link, secrets: auth.Secrets, me: Hello, deadline: float) -> 
         raise refuse(link, elsewhere, deadline)
 
 
-def _first(link: Link, deadline: float) -> Message:
+def _first(link: Link, deadline: float) -> wire.Message:
     try:
         return link.receive(deadline).message
     except frames.VersionError as error:
         raise refuse(link, str(error), deadline) from None
 
 
-def greet(link: Link, me: Hello, to: int, name: str, manifest: bytes, deadline: float) -> Welcome:
+def greet(link: Link, me: wire.Hello, to: int, name: str, manifest: bytes, deadline: float) -> wire.Welcome:
     """Open a connection: introduce this peer as ``me``, and check that peer ``to`` answers.
 
     Raises:
         ProtocolError: the other side refused, or another peer answered.
         ModelMismatchError: its manifest differs from ours.
     """
-    they = cast(Welcome, link.request(me, 0, deadline).message)
+    they = cast(wire.Welcome, link.request(me, 0, deadline).message)
     if (they.rank, they.name) != (to, name):
-        raise ProtocolError(
+        raise errors.ProtocolError(
             f"at {link.stream.remote} answers {they.name}, rank {they.rank}, not rank {to};"
             " start every peer with the same hosts file"
         )
     if they.model != me.model:
-        described = link.request(DescribeRequest(), 0, deadline).payload
-        theirs = bytes(described.view) if isinstance(described, Bytes) else b""
-        raise ModelMismatchError(
+        described = link.request(wire.DescribeRequest(), 0, deadline).payload
+        theirs = bytes(described.view) if isinstance(described, wire.Bytes) else b""
+        raise errors.ModelMismatchError(
             f"its model differs: {difference(manifest, theirs)}; build the same model on every host"
         )
     link.admitted()
@@ -262,14 +239,14 @@ def greet(link: Link, me: Hello, to: int, name: str, manifest: bytes, deadline: 
 
 def admit(
     link: Link,
-    me: Hello,
+    me: wire.Hello,
     names: Sequence[str],
     hosts: Sequence[str],
-    welcome: Welcome,
+    welcome: wire.Welcome,
     queries: Queries,
     deadline: float,
     admission: JoinDecider | None = None,
-) -> Hello:
+) -> wire.Hello:
     """Accept a connection, as counterpart of :func:`greet`: check the opener, and welcome or refuse it.
 
     Args:
@@ -284,18 +261,20 @@ def admit(
         ProtocolError: the opener was refused.
     """
     they = _unproven(link, deadline)
-    if isinstance(they, AdmitRequest):
+    if isinstance(they, wire.AdmitRequest):
         _check_certificate(link, they.name, they.host, "its own address", deadline)
         if (refusal := answer_newcomer(link, they, admission, deadline)) is not None:
             raise refuse(link, refusal, deadline)
         they = _first(link, deadline)  # it closes the connection now
-    while isinstance(they, CheckupRequest):
+    while isinstance(they, wire.CheckupRequest):
         link.send(frames.encode(_answer_to_query(me, they.part, queries), 0, checks=link.checks), deadline)
         they = _first(link, deadline)
-    if not isinstance(they, Hello):
-        raise ProtocolError(f"it began with {type(they).__name__}, not Hello")
+    if not isinstance(they, wire.Hello):
+        raise errors.ProtocolError(f"it began with {type(they).__name__}, not Hello")
     if link.opened is not None and (link.opened.opener, link.opened.run) != (they.name, they.peers):
-        raise _turn_away(link, f"it has proven to be {link.opened.opener}, not {they.name}", deadline, StrangerError)
+        raise _turn_away(
+            link, f"it has proven to be {link.opened.opener}, not {they.name}", deadline, errors.StrangerError
+        )
     reason = objection(me, they, names)
     if reason is None and they.joined and they.model == me.model:  # with another model it may only ask for ours
         reason = "no peer can join this run" if admission is None else admission.meet(they.joined[0])
@@ -310,15 +289,15 @@ def admit(
     return they
 
 
-def _answer_to_query(me: Hello, part: str, queries: Queries) -> CheckupReply:
+def _answer_to_query(me: wire.Hello, part: str, queries: Queries) -> wire.CheckupReply:
     if part == "facts":
-        return CheckupReply(checkup_facts(me, "run"))
+        return wire.CheckupReply(checkup_facts(me, "run"))
     if part not in queries:
-        raise ProtocolError(f"it asked for {part}, which this peer does not answer")
-    return CheckupReply(queries[part]())
+        raise errors.ProtocolError(f"it asked for {part}, which this peer does not answer")
+    return wire.CheckupReply(queries[part]())
 
 
-def receive_query(link: Link, names: Sequence[str], hosts: Sequence[str], deadline: float) -> CheckupRequest:
+def receive_query(link: Link, names: Sequence[str], hosts: Sequence[str], deadline: float) -> wire.CheckupRequest:
     """Accept a connection of ``gossipx doctor`` in a process that is not part of a run; return its first request.
 
     Args:
@@ -330,8 +309,8 @@ def receive_query(link: Link, names: Sequence[str], hosts: Sequence[str], deadli
         ProtocolError: it is not a doctor: a peer of a run, which will retry later.
     """
     first = _unproven(link, deadline)
-    if not isinstance(first, CheckupRequest):
-        raise ProtocolError(f"it began with {type(first).__name__}, not CheckupRequest")
+    if not isinstance(first, wire.CheckupRequest):
+        raise errors.ProtocolError(f"it began with {type(first).__name__}, not CheckupRequest")
     if first.name in names:
         _check_certificate(link, first.name, hosts[names.index(first.name)], IN_HOSTS_FILE, deadline)
     link.admitted()
@@ -342,31 +321,34 @@ def _check_certificate(link: Link, name: str, host: str, whose: str, deadline: f
     """Turn away an opener whose certificate is for another host; ``whose``: what ``host`` is to it, for the message."""
     if isinstance(link.stream, Certified) and not link.stream.speaks_for(host):
         fault = f"the certificate of {name} is not for '{host}', {whose}"
-        raise _turn_away(link, fault, deadline, StrangerError)
+        raise _turn_away(link, fault, deadline, errors.StrangerError)
 
 
-def _unproven(link: Link, deadline: float) -> Message:
+def _unproven(link: Link, deadline: float) -> wire.Message:
     """Receive the first frame after authentication; turn away an opener that uses a secret which is not in use here."""
     first = _first(link, deadline)
-    if isinstance(first, Open):
+    if isinstance(first, wire.Open):
         raise _turn_away(link, "this peer has no secret; give every peer the same --secret-file", deadline)
     return first
 
 
 def _turn_away(
-    link: Link, reason: str, deadline: float, kind: type[NotAuthorisedError | StrangerError] = NotAuthorisedError
-) -> PeerFaultError:
+    link: Link,
+    reason: str,
+    deadline: float,
+    kind: type[errors.NotAuthorisedError | errors.StrangerError] = errors.NotAuthorisedError,
+) -> errors.PeerFaultError:
     """Refuse an opener that has not proven its identity, as :func:`refuse` does; return the error to raise."""
-    _close_with(link, NotAuthorised(reason[:MAX_TEXT]), deadline)
+    _close_with(link, wire.NotAuthorised(reason[:MAX_TEXT]), deadline)
     return kind(f"not authorised: {reason}")
 
 
-def refuse(link: Link, reason: str, deadline: float) -> ProtocolError:
+def refuse(link: Link, reason: str, deadline: float) -> errors.ProtocolError:
     """Send the reason why the connection will be closed; return the error to raise."""
-    _close_with(link, Refused(reason[:MAX_TEXT]), deadline)
-    return ProtocolError(reason)
+    _close_with(link, wire.Refused(reason[:MAX_TEXT]), deadline)
+    return errors.ProtocolError(reason)
 
 
-def _close_with(link: Link, last: Message, deadline: float) -> None:
+def _close_with(link: Link, last: wire.Message, deadline: float) -> None:
     link.send(frames.encode(last, 0, checks=link.checks), deadline)
     link.read_out(deadline)  # closing with unread bytes may make TCP discard the reason

@@ -17,15 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from gossipx.errors import (
-    CorruptedError,
-    LocalFaultError,
-    NoCarrierError,
-    PeerFaultError,
-    PeerTimeoutError,
-    PeerUnreachableError,
-    ProtocolError,
-)
+from gossipx import errors, wire
 from gossipx.figures import Counters
 from gossipx.memory import PIECE, ByteObserver, Source
 from gossipx.protocol.fields import MAX_METADATA, SMALL_METADATA
@@ -33,21 +25,7 @@ from gossipx.protocol.server_messages import CarryingReply, CarryingRequest
 from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
 from gossipx.transports.pace import Pace
 from gossipx.transports.shared_memory import LinkStore, PeerMemory
-from gossipx.wire import (
-    Carried,
-    CarrierRequest,
-    Expect,
-    Message,
-    ModelAck,
-    NoCarrierReply,
-    Open,
-    Sink,
-    SinkFactory,
-    answer_to,
-    auth,
-    frames,
-    no_payload,
-)
+from gossipx.wire import auth, frames
 from gossipx.wire.pieces import gather
 
 # Seconds between two checks that the other side is still connected while a carrier transfers a payload.
@@ -75,9 +53,9 @@ class Link:
         self._memory = PeerMemory()
         self.checks: frames.Checks = frames.Unchecked if isinstance(stream, Certified) else frames.CHECKSUMS
         self._owner = owner
-        self._decoder = frames.Decoder(no_payload, SMALL_METADATA)
+        self._decoder = frames.Decoder(wire.no_payload, SMALL_METADATA)
         self._decoder.use(self.checks)
-        self.opened: Open | None = None
+        self.opened: wire.Open | None = None
 
     def send(self, frame: Iterable[frames.Part], deadline: float) -> None:
         """Send a frame from :func:`gossipx.wire.frames.encode`; errors as :meth:`Stream.send`."""
@@ -107,7 +85,7 @@ class Link:
         if self._owner.closed.wait(min(wait, left)):
             raise self._owner.closed_error()
         if wait > left:
-            raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
+            raise errors.PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
 
     def send_model(self, reply: CarryingReply, number: int, payload: Source, deadline: float) -> None:
         """Send a model, and wait until the other side acknowledges it.
@@ -123,10 +101,10 @@ class Link:
         else:
             self._send_with(reply, number, payload, deadline)
         answer = self.receive(deadline)
-        if not isinstance(answer.message, ModelAck) or answer.request != number:
-            raise ProtocolError(f"it answered a model with {type(answer.message).__name__}")
+        if not isinstance(answer.message, wire.ModelAck) or answer.request != number:
+            raise errors.ProtocolError(f"it answered a model with {type(answer.message).__name__}")
 
-    def _send_with(self, message: Message, number: int, payload: Source, deadline: float) -> None:
+    def _send_with(self, message: wire.Message, number: int, payload: Source, deadline: float) -> None:
         """Send a message with its payload, in shared memory if both sides support it, else in the stream."""
         stream, descriptor = self.stream, payload.descriptor
         if payload.view.nbytes and descriptor is not None and isinstance(stream, SharesMemory):
@@ -152,9 +130,9 @@ class Link:
                 for start in range(0, len(part), PIECE):
                     check.update(part[start : start + PIECE])
                 self._owner.count(len(part), 0)
-        self.send(frames.encode(Carried(check.digest().hex()), number, checks=self.checks), deadline)
+        self.send(frames.encode(wire.Carried(check.digest().hex()), number, checks=self.checks), deadline)
 
-    def _take_carried(self, carrier: Carrier, sink: Sink, number: int, deadline: float) -> None:
+    def _take_carried(self, carrier: Carrier, sink: wire.Sink, number: int, deadline: float) -> None:
         """Receive a payload over the carrier, as counterpart of :meth:`_carry`.
 
         TLS authenticates the connection but not the carrier, so the digest must then be collision-resistant (SHA-256).
@@ -169,11 +147,11 @@ class Link:
 
         with self._watching(carrier):
             gather(parts(), sink, check.update)
-        last = self._receive(deadline, no_payload)
-        if not isinstance(last.message, Carried) or last.request != number:
-            raise ProtocolError(f"a payload was followed by {type(last.message).__name__}")
+        last = self._receive(deadline, wire.no_payload)
+        if not isinstance(last.message, wire.Carried) or last.request != number:
+            raise errors.ProtocolError(f"a payload was followed by {type(last.message).__name__}")
         if not hmac.compare_digest(last.message.digest, check.digest().hex()):
-            raise CorruptedError("a payload that does not match its checksum")
+            raise errors.CorruptedError("a payload that does not match its checksum")
 
     @contextlib.contextmanager
     def _watching(self, carrier: Carrier) -> Iterator[None]:
@@ -189,7 +167,7 @@ class Link:
         try:
             self._owner.spawn("watch", watch)
         except RuntimeError as error:
-            raise LocalFaultError(
+            raise errors.LocalFaultError(
                 f"no model can be sent over a process group to {self.stream.remote}: {error};"
                 " allow more threads (ulimit -u)"
             ) from error
@@ -204,7 +182,7 @@ class Link:
         Raises:
             NoCarrierError: one side cannot build it; the connection is then unusable.
         """
-        self.send(frames.encode(CarrierRequest(carriers.kind), number, checks=self.checks), deadline)
+        self.send(frames.encode(wire.CarrierRequest(carriers.kind), number, checks=self.checks), deadline)
         self.build_carrier(carriers, True, number, deadline)
 
     def build_carrier(self, carriers: Carriers, receives: bool, number: int, deadline: float) -> None:
@@ -215,15 +193,15 @@ class Link:
         )
         try:
             self.carrier = carriers.build(receives, notes, self.stream.here, deadline)
-        except NoCarrierError as error:
+        except errors.NoCarrierError as error:
             self.refuse_carrier(str(error), number, deadline)
             raise
         notes.end()
 
     def refuse_carrier(self, reason: str, number: int, deadline: float) -> None:
         """Tell the other side that this side cannot build a carrier."""
-        with contextlib.suppress(PeerFaultError):  # a side that has refused already may have closed
-            self.send(frames.encode(NoCarrierReply(reason), number, checks=self.checks), deadline)
+        with contextlib.suppress(errors.PeerFaultError):  # a side that has refused already may have closed
+            self.send(frames.encode(wire.NoCarrierReply(reason), number, checks=self.checks), deadline)
 
     def abort(self) -> None:
         """Close the connection and its carrier at once; may be called from any thread, any number of times."""
@@ -231,7 +209,7 @@ class Link:
         if self.carrier is not None:
             self.carrier.abort()
 
-    def receive(self, deadline: float, expect: Expect = no_payload) -> frames.Frame:
+    def receive(self, deadline: float, expect: wire.Expect = wire.no_payload) -> frames.Frame:
         """Receive the next frame; an infinite deadline becomes ``Links.timeout`` after the frame's first byte.
 
         A request with a payload may take as long as its sender is willing to wait, if that is more.
@@ -242,11 +220,11 @@ class Link:
         """
         try:
             return self._receive(deadline, expect)
-        except CorruptedError:
+        except errors.CorruptedError:
             self._owner.count_corrupted()
             raise
 
-    def _receive(self, deadline: float, expect: Expect) -> frames.Frame:
+    def _receive(self, deadline: float, expect: wire.Expect) -> frames.Frame:
         self._decoder.expect = expect
         frame = None
         unbounded = deadline == math.inf
@@ -276,19 +254,21 @@ class Link:
         self._owner.count(0, len(part))
         self._decoder.update_check(part)
 
-    def _take_out_of_band(self, sink: Sink, deadline: float) -> None:
+    def _take_out_of_band(self, sink: wire.Sink, deadline: float) -> None:
         """Read a payload from shared memory whose descriptor follows its frame."""
         if not isinstance(self.stream, SharesMemory):
-            raise ProtocolError("it announced a payload in shared memory, but this connection cannot share memory")
+            raise errors.ProtocolError(
+                "it announced a payload in shared memory, but this connection cannot share memory"
+            )
         sink.take(0, self._memory.view(self.stream.receive_descriptor(deadline), sink.nbytes)[: sink.nbytes])
         self._owner.count(0, sink.nbytes)
 
     def request(
         self,
-        message: Message,
+        message: wire.Message,
         number: int,
         deadline: float,
-        payload: Sink | SinkFactory | None = None,
+        payload: wire.Sink | wire.SinkFactory | None = None,
         upload: Source | None = None,
     ) -> frames.Frame:
         """Send ``message`` with payload ``upload`` as request ``number``; return the reply.
@@ -300,10 +280,10 @@ class Link:
         else:
             self.stream.tune()
             self._send_with(message, number, upload, deadline)
-        frame = self.receive(deadline, answer_to(message, number, payload))
+        frame = self.receive(deadline, wire.answer_to(message, number, payload))
         if isinstance(frame.message, CarryingReply):
             try:
-                self.send(frames.encode(ModelAck(), number, checks=self.checks), deadline)
+                self.send(frames.encode(wire.ModelAck(), number, checks=self.checks), deadline)
             finally:
                 self.heard = True  # the payload was received, so the request must not be repeated
         return frame
@@ -321,7 +301,7 @@ class Link:
     def read_out(self, deadline: float) -> None:
         """Read and discard bytes until the other side closes, or until the deadline."""
         scrap = memoryview(bytearray(4096))
-        with contextlib.suppress(PeerFaultError):
+        with contextlib.suppress(errors.PeerFaultError):
             while True:
                 self._owner.count(0, self.stream.receive_into(scrap, deadline))
 
@@ -491,6 +471,6 @@ class Links:
             for idle in self._idle:
                 idle.clear()
 
-    def closed_error(self) -> PeerUnreachableError:
+    def closed_error(self) -> errors.PeerUnreachableError:
         """Return the error to raise for a caller that needs a connection after :meth:`abort`."""
-        return PeerUnreachableError(f"{self._name} has ended its connections")
+        return errors.PeerUnreachableError(f"{self._name} has ended its connections")

@@ -36,17 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from gossipx.errors import (
-    ConnectionClosedError,
-    GossipxError,
-    NotAuthorisedError,
-    PeerFaultError,
-    PeerTimeoutError,
-    PeerUnreachableError,
-    ProtocolError,
-    StrangerError,
-    UsageError,
-)
+from gossipx import errors
 from gossipx.figures import Counters
 from gossipx.memory import ByteObserver
 from gossipx.transports import Address, Listener, Stream, Transport, tcp
@@ -265,7 +255,7 @@ class TlsStream:
         self._record = memoryview(bytearray(_RECORD))
         self._is_long_transfer = False  # the last receive filled its buffer
         self._spare = spare
-        self._failure: GossipxError | None = None
+        self._failure: errors.GossipxError | None = None
 
     @property
     def remote(self) -> str:
@@ -341,16 +331,16 @@ class TlsStream:
         if self._is_up:
             return
         if not self._handshake_lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
-            raise PeerTimeoutError(f"{self.remote} did not shake hands within the deadline")
+            raise errors.PeerTimeoutError(f"{self.remote} did not shake hands within the deadline")
         try:
             while not self._is_up:
                 self._is_up = self._step()
                 self._flush(deadline)
                 if not self._is_up:
                     self._fill(deadline)
-        except PeerUnreachableError as error:
+        except errors.PeerUnreachableError as error:
             raise type(error)(f"{error}, in the TLS handshake") from error
-        except (NotAuthorisedError, StrangerError, ProtocolError):
+        except (errors.NotAuthorisedError, errors.StrangerError, errors.ProtocolError):
             self._send_alert(deadline)
             raise
         finally:
@@ -434,29 +424,31 @@ class TlsStream:
         Then read until the other side closes: closing with unread bytes may make TCP discard the alert.
         """
         until = min(deadline, time.monotonic() + _REFUSAL)
-        with contextlib.suppress(PeerFaultError):
+        with contextlib.suppress(errors.PeerFaultError):
             if self._flush(until):
                 while self._below.receive_into(self._record, until):
                     pass
 
-    def _fault(self, error: ssl.SSLError) -> GossipxError:
+    def _fault(self, error: ssl.SSLError) -> errors.GossipxError:
         """Return the gossipx error for an OpenSSL error; its message is one line that says whose fault it is."""
         if isinstance(error, ssl.SSLZeroReturnError):
-            return ConnectionClosedError(f"{self.remote} closed the connection")
+            return errors.ConnectionClosedError(f"{self.remote} closed the connection")
         if isinstance(error, ssl.SSLCertVerificationError):
             subject = f"not authorised: the certificate of {self.remote}"
             if error.verify_code in _UNKNOWN_CA:  # either side may have the wrong CA
-                return NotAuthorisedError(f"{subject} was not signed by a CA in --tls-ca")
+                return errors.NotAuthorisedError(f"{subject} was not signed by a CA in --tls-ca")
             fault = _CERTIFICATE_FAULTS.get(error.verify_code, f"is refused: {error.verify_message}")
-            return StrangerError(f"{subject} {fault.format(host=self._host)}")
+            return errors.StrangerError(f"{subject} {fault.format(host=self._host)}")
         reason = error.reason or "unknown"
         if reason == _NO_CERTIFICATE:
-            return StrangerError(f"not authorised: {self.remote} gave no certificate")
+            return errors.StrangerError(f"not authorised: {self.remote} gave no certificate")
         if reason in _ABOUT_DATES and (fault := self._dates.fault()):
-            return NotAuthorisedError(f"not authorised: {self.remote} says that the certificate of this peer {fault}")
+            return errors.NotAuthorisedError(
+                f"not authorised: {self.remote} says that the certificate of this peer {fault}"
+            )
         if reason in _ALERTS:
-            return NotAuthorisedError(f"not authorised: {self.remote} {_ALERTS[reason]}")
-        return ProtocolError(f"{self.remote} violated the TLS 1.3 protocol ({reason.lower().replace('_', ' ')})")
+            return errors.NotAuthorisedError(f"not authorised: {self.remote} {_ALERTS[reason]}")
+        return errors.ProtocolError(f"{self.remote} violated the TLS 1.3 protocol ({reason.lower().replace('_', ' ')})")
 
 
 class TlsListener:
@@ -538,7 +530,7 @@ class Tls:
                 return
             try:
                 self._server, self._client, certificates = self._load()
-            except UsageError as error:
+            except errors.UsageError as error:
                 log.warning("%s; what was read before stays in use", error)
                 return
             self._dates.renew(certificates)
@@ -580,14 +572,14 @@ def _reading(file: Path, option: str, what: str) -> Iterator[None]:
         yield
     except ssl.SSLError as error:
         reason = (error.reason or "not PEM").lower().replace("_", " ")
-        raise UsageError(f"{option} is not {what} as PEM ({reason})", file) from error
+        raise errors.UsageError(f"{option} is not {what} as PEM ({reason})", file) from error
     except OSError as error:
-        raise UsageError(f"cannot read {option}: {error.strerror}", file) from error
+        raise errors.UsageError(f"cannot read {option}: {error.strerror}", file) from error
 
 
 def _no_passphrase() -> str:
     """Refuse a key with a passphrase; without this callback OpenSSL would prompt for it on the terminal."""
-    raise UsageError("--tls-key has a passphrase, and nobody is there to type it: use a key without one")
+    raise errors.UsageError("--tls-key has a passphrase, and nobody is there to type it: use a key without one")
 
 
 def _same_host(certified: str, host: str) -> bool:

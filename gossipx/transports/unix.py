@@ -15,14 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from gossipx.errors import (
-    GossipxError,
-    LocalFaultError,
-    OutOfReachError,
-    PeerTimeoutError,
-    PeerUnreachableError,
-    ProtocolError,
-)
+from gossipx import errors
 from gossipx.transports import Address
 from gossipx.transports.sockets import BACKLOG, SocketListener, SocketStream, advice, reason
 
@@ -80,7 +73,7 @@ class UnixStream(SocketStream):
         with self._use():
             descriptor = self._attempt(receive, self._receiving, deadline)
         if descriptor is None:
-            raise ProtocolError("it announced a descriptor but sent none")
+            raise errors.ProtocolError("it announced a descriptor but sent none")
         return descriptor
 
 
@@ -96,7 +89,7 @@ def listen(address: Address) -> SocketListener[UnixStream]:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        raise GossipxError(f"cannot listen at {address}: {advice(error)}") from error
+        raise errors.GossipxError(f"cannot listen at {address}: {advice(error)}") from error
     return SocketListener(listening, address, lambda connected, remote: UnixStream(connected, address))
 
 
@@ -112,16 +105,16 @@ def connect(address: Address, deadline: float) -> UnixStream:
     try:
         connecting = socket.socket(socket.AF_UNIX)
     except OSError as error:
-        raise LocalFaultError(f"cannot connect to {address}: {reason(error)}") from error
+        raise errors.LocalFaultError(f"cannot connect to {address}: {reason(error)}") from error
     with contextlib.ExitStack() as undo:
         undo.callback(connecting.close)
         connecting.settimeout(max(1e-3, min(deadline - time.monotonic(), 3600.0)))
         try:
             connecting.connect(_place(address))
         except TimeoutError as error:
-            raise PeerTimeoutError(f"{address} did not answer within the deadline") from error
+            raise errors.PeerTimeoutError(f"{address} did not answer within the deadline") from error
         except OSError as error:
-            kind = OutOfReachError if error.errno in _OUT_OF_REACH else PeerUnreachableError
+            kind = errors.OutOfReachError if error.errno in _OUT_OF_REACH else errors.PeerUnreachableError
             raise kind(f"cannot connect to {address}: {reason(error)}") from error
         undo.pop_all()
     return UnixStream(connecting, address)

@@ -14,16 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gossipx import errors
 from gossipx.assembly.devices import check_device
-from gossipx.errors import (
-    GossipxError,
-    NotAuthorisedError,
-    PeerFaultError,
-    PeerUnreachableError,
-    RefusedError,
-    StrangerError,
-    UsageError,
-)
 from gossipx.launch.directory.joined import NewcomerDirectory
 from gossipx.launch.environment import ENV_ADMISSION
 from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, address_of, bind_host, only_address
@@ -107,7 +99,7 @@ def _local_host(contact: Address) -> str:
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"--peers: '{contact.host}' cannot be reached from here ({reason})") from error
+        raise errors.UsageError(f"--peers: '{contact.host}' cannot be reached from here ({reason})") from error
 
 
 @contextlib.contextmanager
@@ -119,12 +111,12 @@ def _reserved(bind: str, port: int | None) -> Any:
             found = reserve(Address(bind, one))
         except OSError as error:
             if port is not None:
-                raise UsageError(f"--port {port} cannot be used here: {error.strerror}") from error
+                raise errors.UsageError(f"--port {port} cannot be used here: {error.strerror}") from error
             continue
         with found:
             yield one
         return
-    raise UsageError(f"no port from {wanted[0]} to {wanted[-1]} is free: give --port")
+    raise errors.UsageError(f"no port from {wanted[0]} to {wanted[-1]} is free: give --port")
 
 
 class _Asking:
@@ -149,9 +141,9 @@ class _Asking:
                 for address in asked:
                     try:
                         reply, payload = self._ask(address)
-                    except (NotAuthorisedError, StrangerError):
+                    except (errors.NotAuthorisedError, errors.StrangerError):
                         raise
-                    except PeerFaultError as error:
+                    except errors.PeerFaultError as error:
                         reason = str(error)
                         continue
                     if payload:
@@ -160,9 +152,9 @@ class _Asking:
                     if reply.elsewhere and (named := Address(*address_of(reply.elsewhere))) not in asked:
                         asked.append(named)
                 if not self._reached:
-                    raise GossipxError(f"no peer of a run answers at --peers: {reason}")
+                    raise errors.GossipxError(f"no peer of a run answers at --peers: {reason}")
                 if time.monotonic() > until:
-                    raise GossipxError(f"no peer has admitted this one within {PATIENCE:g} s: {reason}")
+                    raise errors.GossipxError(f"no peer has admitted this one within {PATIENCE:g} s: {reason}")
                 time.sleep(RETRY)
         finally:
             self._links.abort()
@@ -176,14 +168,14 @@ class _Asking:
                 if self._access.secret is not None:
                     handshake.prove(link, self._access.secret, me, auth.ANY, deadline)
                 frame = link.request(self._request, 0, deadline)
-            except PeerUnreachableError as error:  # the only answer that a peer with TLS has to plain text
-                raise PeerUnreachableError(f"{error}: does the run have TLS, or none?") from error
+            except errors.PeerUnreachableError as error:  # the only answer that a peer with TLS has to plain text
+                raise errors.PeerUnreachableError(f"{error}: does the run have TLS, or none?") from error
             finally:
                 self._links.drop(link)
-        except (NotAuthorisedError, StrangerError) as error:
+        except (errors.NotAuthorisedError, errors.StrangerError) as error:
             raise type(error)(f"{address}: {error}") from error
-        except RefusedError as error:
-            raise UsageError(f"{address}: {error}") from error
+        except errors.RefusedError as error:
+            raise errors.UsageError(f"{address}: {error}") from error
         self._reached = True
         assert isinstance(frame.message, AdmitReply)
         return frame.message, bytes(frame.payload.view) if isinstance(frame.payload, Bytes) else b""

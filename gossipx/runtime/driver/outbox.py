@@ -7,18 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gossipx import errors
 from gossipx.comm import CommManager
-from gossipx.errors import (
-    CancelledError,
-    GossipxError,
-    LocalFaultError,
-    NotAuthorisedError,
-    PeerTimeoutError,
-    PeerUnreachableError,
-    ProtocolError,
-    RefusedError,
-    UsageError,
-)
 from gossipx.memory import Source
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
@@ -54,7 +44,7 @@ class Outbox:
         clock: DriverClock,
         handle: Callable[[Event], None],
         note: Callable[[str, str], None],
-        fail: Callable[[GossipxError], None],
+        fail: Callable[[errors.GossipxError], None],
     ):
         self.comm: CommManager | None = None
         self._handle, self.note, self.fail = handle, note, fail
@@ -80,7 +70,7 @@ class Outbox:
         """
         ticket, ended = send.ticket, False
 
-        def done(result: Reply | GossipxError) -> None:
+        def done(result: Reply | errors.GossipxError) -> None:
             nonlocal ended
             ended = True
             self._cancels.pop(ticket, None)
@@ -91,13 +81,13 @@ class Outbox:
             comm = self.comm
             try:
                 if comm is None or ticket in self._cancelled:  # None: the peer was closed meanwhile
-                    raise CancelledError("the request was cancelled before it was sent")
+                    raise errors.CancelledError("the request was cancelled before it was sent")
                 request, sink, source = prepare()
                 cancel = comm.request(send.to, request, deadline=send.deadline, payload=sink, done=done, upload=source)
-            except CancelledError as error:
+            except errors.CancelledError as error:
                 done(error)
             except Exception as error:  # the role waits for the outcome of every request
-                done(LocalFaultError(f"a request could not be sent: {error}"))
+                done(errors.LocalFaultError(f"a request could not be sent: {error}"))
             else:
                 self._cancels[ticket] = cancel
                 if ended:  # done() ran before the cancel function was stored
@@ -105,30 +95,32 @@ class Outbox:
 
         self.post(post)
 
-    def _done(self, ticket: int, result: Reply | GossipxError, arrived: Callable[[Reply], Fault | None]) -> None:
+    def _done(self, ticket: int, result: Reply | errors.GossipxError, arrived: Callable[[Reply], Fault | None]) -> None:
         fault = None
-        if not isinstance(result, GossipxError):
+        if not isinstance(result, errors.GossipxError):
             try:
                 fault = arrived(result)
-            except ProtocolError as error:
+            except errors.ProtocolError as error:
                 result = error
         match result:
             case _ if fault is not None:
                 self._handle(Failed(ticket, fault))
-            case UsageError():
+            case errors.UsageError():
                 self.fail(result)
-            case NotAuthorisedError() | RefusedError() if self.comm is not None and self.comm.trust.is_outcast:
+            case errors.NotAuthorisedError() | errors.RefusedError() if (
+                self.comm is not None and self.comm.trust.is_outcast
+            ):
                 self.fail(result)
-            case PeerUnreachableError():
+            case errors.PeerUnreachableError():
                 self._handle(Failed(ticket, Fault.UNREACHABLE))
-            case PeerTimeoutError():
+            case errors.PeerTimeoutError():
                 self._handle(Failed(ticket, Fault.TIMEOUT))
-            case LocalFaultError():
+            case errors.LocalFaultError():
                 self.note("local", str(result))
                 self._handle(Failed(ticket, Fault.LOCAL))
-            case CancelledError():
+            case errors.CancelledError():
                 self._handle(Failed(ticket, Fault.CANCELLED))
-            case GossipxError():
+            case errors.GossipxError():
                 self.note("protocol", str(result))
                 self._handle(Failed(ticket, Fault.PROTOCOL))
             case _:
