@@ -16,7 +16,7 @@ from typing import Any
 
 from _bench.cli import Given
 from _bench.simulated import Run, mean, merged, run
-from _placements import survey
+from _placements import placed
 from _table import Part, show
 from _workers import Stale
 from published import read
@@ -151,15 +151,16 @@ def _variations() -> Part:
     variations: dict[str, dict[str, float]] = {}
     for model, name in MODELS.items():
         tables = [placements.Table(layer, size) for layer, size in published_sizes(name)]
-        found = survey(tables, WORKERS, {one: placements.placement_from(one) for one in PLACEMENTS})
-        largest = 100 * max(table.size for table in tables) / found.elements
-        made.add(f"{model}, {found.tables} tensors: the largest", "bars of Figure 5.2", largest, "% of the model")
-        variations[model] = {one.placement: one.variation for one in found.placements}
-        for one in found.placements:
-            told = "0" if one.placement == "uniform" else "a bar of Figure 5.3"
-            made.add(f"{model}, {one.placement}: coefficient of variation", told, one.variation, "of servers' bytes")
+        sizes = [table.size for table in tables]
+        largest = 100 * max(sizes) / sum(sizes)
+        made.add(f"{model}, {len(tables)} tensors: the largest", "bars of Figure 5.2", largest, "% of the model")
+        found = {one: placed(tables, WORKERS, placements.placement_from(one)) for one in PLACEMENTS}
+        variations[model] = {placement: one.variation for placement, one in found.items()}
+        for placement, variation in variations[model].items():
+            told = "0" if placement == "uniform" else "a bar of Figure 5.3"
+            made.add(f"{model}, {placement}: coefficient of variation", told, variation, "of servers' bytes")
         if model == "resnet":
-            split = next(one.partitions for one in found.placements if one.placement == "uniform") / found.tables
+            split = found["uniform"].partitions / len(tables)
             made.add("resnet, uniform: partitions", paper["figure-5.1/uniform/partitions"], split, holds=True)
     inception = variations["inception-v4"]
     claim, least = paper["figure-5.2/inception-v4"], min(inception["round-robin"], inception["heuristic"])
