@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from _bench.tables import Table, interval
 from _evidence_systems import DDP, SYSTEMS, shown
@@ -26,6 +27,7 @@ SOONER = ("100mbit", 20)
 BASE = "tau:10"
 
 
+@dataclass
 class Comparison:
     """Systems that trained the same task over the same links.
 
@@ -33,23 +35,19 @@ class Comparison:
     over seeds; ``left_out`` names the systems without results.
     """
 
-    def __init__(
-        self,
-        task: str,
-        rate: str,
-        peers: int,
-        steps: int,
-        runs: dict[str, list[Sequence[Point]]],
-        periods: Mapping[str, int],
-        ends: Mapping[str, Sequence[Point]] | None = None,
-        left_out: Sequence[str] = (),
-    ):
-        self.task, self.rate, self.peers, self.steps, self.runs = task, rate, peers, steps, runs
-        self.workload = WORKLOADS[task]
-        self._periods = periods
-        self._left_out = left_out
-        self._ends = {name: [self._end(name), *(ends or {}).get(name, ())] for name in runs}
-        self._reached = {name: self._reach(name) for name in runs}
+    task: str
+    rate: str
+    peers: int
+    steps: int
+    runs: dict[str, list[Sequence[Point]]]
+    periods: Mapping[str, int]
+    ends: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.workload = WORKLOADS[self.task]
+        self._ends = {name: [self.curve(name)[-1], *self.ends.get(name, ())] for name in self.runs}
+        self._reached = {name: self._reach(name) for name in self.runs}
 
     def title(self) -> str:
         """Return what was compared, and what the table leaves out."""
@@ -60,7 +58,7 @@ class Comparison:
             f"{self.task} ({self.workload.partition}), {model}, {self.peers} peers, {self.rate}, {self.steps} steps,"
             f" seeds: {seeds}\n{self.workload.figure} of the average of all models; that last average is not in the"
             f" bytes (an all-reduce: {average:.1f} MB per peer)"
-            + (f"\nwithout results: {', '.join(map(shown, self._left_out))}" if self._left_out else "")
+            + (f"\nwithout results: {', '.join(map(shown, self.left_out))}" if self.left_out else "")
         )
 
     def table(self) -> Table:
@@ -75,7 +73,7 @@ class Comparison:
             whole, reached = self._share(name), self._reached[name]
             table.row(
                 shown(name),
-                self._periods.get(name, ""),
+                self.periods.get(name, ""),
                 f"{statistics.fmean(last):.3f}{half}",
                 f"{self.mean(name, 'own'):.3f}" if all("own" in points[-1] for points in runs) else "",
                 f"{self.mean(name, 'bytes') / 1e6:.2f}",
@@ -91,7 +89,7 @@ class Comparison:
                 reference = self.mean(DDP, key) if DDP in self.runs else None
                 table.figure(f"{where}, {shown(name)}: {key}", self.mean(name, key), unit, reference=reference)
         if self._own():
-            rivals = [name for name in self._left_out if not SYSTEMS[name].is_gossipx]
+            rivals = [name for name in self.left_out if not SYSTEMS[name].is_gossipx]
             unknown = f", without a result of {', '.join(rivals)}" if rivals else ""
             for axis, names in ahead.items():
                 name, met = f"{where}: ahead of gossipx in error and {axis}{unknown}", not names and not rivals
@@ -128,10 +126,6 @@ class Comparison:
             for name in rivals
             if any(self._is_ahead(end, other, axis) for end in self._ends[name] for other in best)
         ]
-
-    def _end(self, name: str) -> Point:
-        """Return the mean over seeds of a system's last points."""
-        return self.curve(name)[-1]
 
     def _is_ahead(self, one: Point, other: Point, axis: str) -> bool:
         less, cheaper = self.workload.error(other) - self.workload.error(one), one[axis] / max(other[axis], 1.0)

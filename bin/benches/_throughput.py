@@ -46,39 +46,38 @@ HEADINGS = ("tensor", "way", "GB/s, both ways, all workers", "of sockets", "goal
 
 
 def measure(
-    pool: ProcessPool,
     rounds: int,
     iterations: int,
     sizes: tuple[int, ...] = SIZES,
     model: int = MODEL,
     ways: Ways = WAYS,
-    network: str = "loopback",
+    net: EmulatedNetwork | None = None,
 ) -> Table:
     """Return the table; each round runs all configurations for all sizes of a tensor and ``model`` bytes in all."""
+    network = "loopback" if net is None else RATE
     title = (
         f"Push and pull of {model / 2**20:g} MiB by each of {WORKERS} workers, {SERVERS} servers, bsp, medians of"
         f" {rounds} x {iterations} iterations, {network}"
     )
-    table = Table(title, HEADINGS)
-    for size in sizes:
-        taken: dict[str, list[float]] = {"sockets": [], **{way: [] for way in ways}}
-        for _ in range(rounds):
-            job = {"size": size, "model": model, "iterations": iterations}
-            taken["sockets"] += _times(pool.run(plain, **job))
-            for way in ways:
-                settings = {"servers": "0,1", "servers_only": True, "wait_free": False, **ways[way]}
-                taken[way] += _times(pool.run(served, **job, settings=settings))
-        _tell(table, network, size, model, medians(taken))
+    table = Table(title if net is None else f"{title}\n{net.describe()}", HEADINGS)
+    with ProcessPool(hosts=None if net is None else net.hosts) as pool:
+        for size in sizes:
+            taken: dict[str, list[float]] = {"sockets": [], **{way: [] for way in ways}}
+            for _ in range(rounds):
+                job = {"size": size, "model": model, "iterations": iterations}
+                taken["sockets"] += _times(pool.run(plain, **job))
+                for way in ways:
+                    settings = {"servers": "0,1", "servers_only": True, "wait_free": False, **ways[way]}
+                    taken[way] += _times(pool.run(served, **job, settings=settings))
+            _tell(table, network, size, model, medians(taken))
     return table
 
 
 def measure_links(rounds: int, iterations: int) -> Table:
     """Run :func:`measure` over emulated links of ``RATE``; return no rows if the system cannot emulate links."""
     try:
-        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as pool:
-            table = measure(pool, rounds, iterations, SIZES[1:], ways=TCP, network=RATE)
-            table.title = f"{table.title}\n{net.describe()}"
-            return table
+        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net:
+            return measure(rounds, iterations, SIZES[1:], ways=TCP, net=net)
     except NetworkUnavailableError as error:
         return Table(f"Push and pull over links of {RATE}: not measured, {error}", HEADINGS)
 

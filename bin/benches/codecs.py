@@ -104,13 +104,6 @@ def save_sample(file: Path) -> None:
     np.savez_compressed(file, **arrays)
 
 
-def tiled(tensors: Tensors, values: int) -> tuple[Tensors, int]:
-    """Repeat tensors up to about ``values`` values, and return them with the number of repetitions."""
-    times = max(1, values // tensors.length)
-    starts = tuple(tile * tensors.length + start for tile in range(times) for start in tensors.starts)
-    return Tensors(tensors.shapes * times, tensors.dtype, starts), times
-
-
 def drawn(values: int, part: float) -> Recorded:
     """Return random tensors of ``values`` values. 3LC at sparsity 1 encodes a fraction ``part`` as ±1, others as 0."""
     draws = torch.Generator().manual_seed(0)
@@ -146,7 +139,10 @@ class Case:
     @classmethod
     def of(cls, recorded: Recorded, values: int) -> Case:
         """Return a case of about ``values`` values."""
-        tensors, times = tiled(recorded.tensors, values)
+        one = recorded.tensors
+        times = max(1, values // one.length)
+        starts = tuple(tile * one.length + start for tile in range(times) for start in one.starts)
+        tensors = Tensors(one.shapes * times, one.dtype, starts)
         return cls(recorded, tensors, times, *(torch.zeros(tensors.length) for _ in range(3)))
 
     def turn(self, number: int) -> None:

@@ -15,14 +15,12 @@ import _throughput
 import _wait_free
 from _bench.cli import Given, bench
 from _bench.tables import Table
-from _process_pool import ProcessPool
 
 
 def throughput(given: Given) -> Table:
-    with ProcessPool() as pool:
-        if given.smoke:
-            return _throughput.measure(pool, 1, 1, (2**16,), 2**18, _throughput.TCP)
-        return _throughput.measure(pool, given.of(1, 1, 3), given.of(2, 8, 10))
+    if given.smoke:
+        return _throughput.measure(1, 1, (2**16,), 2**18, _throughput.TCP)
+    return _throughput.measure(given.of(1, 1, 3), given.of(2, 8, 10))
 
 
 def links(given: Given) -> Table:
@@ -31,8 +29,7 @@ def links(given: Given) -> Table:
 
 def safe(given: Given) -> Table:
     sizes, ways = (_throughput.SAFE_SIZE,), _throughput.SAFE
-    with ProcessPool() as pool:
-        return _throughput.measure(pool, given.of(1, 1, 3), given.of(1, 5, 10), sizes, ways=ways)
+    return _throughput.measure(given.of(1, 1, 3), given.of(1, 5, 10), sizes, ways=ways)
 
 
 def wait_free(given: Given) -> Table:
