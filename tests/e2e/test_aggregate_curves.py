@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runs import Folder, Run
+from runs import Folder, Run, folder
 
 Curve = list[tuple[int, float]]
 BRIEF = ("--iterations", "40", "--eval-interval", "20", "--policy", "tau:10")
@@ -55,3 +55,69 @@ def test_a_run_without_tensorboard_has_no_curves_of_the_whole_run(two: Folder) -
     run = two.run(*BRIEF, "--recorder", "csv")
     assert not any(run.directory.rglob("events.out.tfevents.*")) and not (run.directory / "all").exists()
     assert all((run.directory / f"peer-{rank:02d}" / "metrics.csv").stat().st_size > 100 for rank in (0, 1))
+
+
+# --- The curves that only a run with a hub or with servers has -----------------------------------------
+
+
+EVERY_FIFTH = ("--policy", "tau:5")
+RECORDED = ("--iterations", "60", "--eval-interval", "0", "--log-interval", "5")
+AROUND = ("hub/", "server/", "sync/elastic_distance", "time/tables_fraction")
+"""Prefixes of tags that only runs with a hub or servers have."""
+
+
+def curves(run: Run, rank: int) -> dict[str, Curve]:
+    """Return the curves of a peer whose tags start with one of AROUND, by tag."""
+    events = EventAccumulator(str(run.directory / f"peer-{rank:02d}"), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(AROUND)]
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in tags}
+
+
+def grows(curve: Curve) -> bool:
+    """Return whether neither its iterations nor its values ever decrease."""
+    return curve == sorted(curve) and [value for _, value in curve] == sorted(value for _, value in curve)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """One run of each kind, with two workers; the third peer only serves."""
+    path = tmp_path_factory.mktemp("three")
+    options = {
+        "hub": (*EVERY_FIFTH, "--hub", "0", "--hub-only"),
+        "server": ("--servers", "0", "--servers-only", "--sync", "bsp"),
+    }
+    with folder(path, 3) as here:
+        return {name: here.run(*RECORDED, *given, name=name) for name, given in options.items()}
+
+
+@pytest.mark.slow
+def test_curves_of_a_hub(three: dict[str, Run]) -> None:
+    run = three["hub"]
+    centre, *workers = (curves(run, rank) for rank in range(3))
+    assert list(centre) == ["hub/exchanges"] and grows(centre["hub/exchanges"])
+    assert centre["hub/exchanges"][-1][1] == run.summary["merged_by_hub"][0]
+    for rank, worker in enumerate(workers, start=1):
+        assert list(worker) == ["sync/elastic_distance"]
+        distances = [value for _, value in worker["sync/elastic_distance"]]
+        # One point per exchange, all above 0: worker and centre approach each other but do not meet (alpha < 1).
+        assert len(distances) == run.summary["retrievals"][rank] > 0 and min(distances) > 0
+
+
+@pytest.mark.slow
+def test_curves_of_a_shard_and_of_its_workers(three: dict[str, Run]) -> None:
+    run = three["server"]
+    shard, *workers = (curves(run, rank) for rank in range(3))
+    names = ("clock", "delayed_pulls", "gradients", "staleness", "buffered")
+    assert list(shard) == [f"server/{name}/shard-00" for name in names]
+    clock, delayed, gradients, staleness, buffered = shard.values()
+    assert all(map(grows, (clock, delayed, gradients)))
+    assert all(value <= step for step, value in clock), "the clock is behind the fastest worker, or with it"
+    assert clock[-1] == (60, 60) and gradients[-1] == (60, 120), "two workers, 60 iterations"
+    assert delayed[-1][1] == run.summary["delayed_pulls"][0] > 0, "bsp: the first of two waits for the other"
+    assert {value for _, value in staleness} == {0}, "bsp: every gradient is of the values that it changes"
+    assert {value for _, value in buffered} <= {0, 1}, "that of the first of the two"
+    for worker in workers:
+        assert list(worker) == ["time/tables_fraction"]
+        assert all(0 <= value < 1 for _, value in worker["time/tables_fraction"])
+        assert worker["time/tables_fraction"][-1][1] > 0

@@ -21,8 +21,7 @@ SCRIPT = resident_memory.__file__
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-@pytest.mark.parametrize("peers", [2, 4])
+@pytest.mark.parametrize(("transport", "peers"), [("tcp", 4), ("shm", 2)])
 def test_at_most_two_snapshots_and_one_incoming_model(tmp_path: Path, transport: str, peers: int) -> None:
     """This holds for any number of neighbours; models have 40 MB, and each pull follows the previous one."""
     with folder(tmp_path, peers) as here:
