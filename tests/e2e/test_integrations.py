@@ -277,7 +277,7 @@ def require(framework: str) -> None:
 
 
 @pytest.mark.fault(60)
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", some(LOOPS, "transformers", "accelerate"))
 def test_a_framework_gossips_and_resumes_from_its_own_checkpoint(two: Folder, name: str) -> None:
     require(name)
     script = two.script(BEGIN + LOOPS[name] + END)
@@ -319,6 +319,7 @@ told["ended"] = values(module)
 
 
 @pytest.mark.fault(49)
+@pytest.mark.slow
 def test_a_backbone_that_lightning_unfreezes_is_exchanged(two: Folder) -> None:
     require("lightning")
     script = two.script(BEGIN + LIGHTNING[: LIGHTNING.index("data = Data()")] + FINETUNING)
@@ -331,7 +332,8 @@ def test_a_backbone_that_lightning_unfreezes_is_exchanged(two: Folder) -> None:
     assert max(moved) > 1e-3  # the weight of the backbone
 
 
-@pytest.mark.parametrize("name", some(["lightning", "transformers"], "transformers"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
 def test_a_failed_training_does_not_finish(two: Folder, name: str) -> None:
     """This holds even if the script catches the failure and ends normally."""
     require(name)
@@ -358,6 +360,7 @@ except ArithmeticError:
     assert "no longer waiting" not in ended.output + ended.errors, ended.shown
 
 
+@pytest.mark.slow
 def test_lightnings_checkpoint_of_an_exception_is_each_peers_own(two: Folder) -> None:
     require("lightning")
     body = """

@@ -288,7 +288,8 @@ def start(host: Host, rank: int, net: EmulatedNetwork, folder: Path, secret: dic
     )
 
 
-@pytest.mark.parametrize("wrong", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [0, 1])
 def test_an_error_of_one_rank_ends_all(tmp_path: Path, wrong: int) -> None:
     """Every process reports the reason, for either rank; the ranks are given by gossipx's own variables."""
     (tmp_path / "there.py").write_text("")

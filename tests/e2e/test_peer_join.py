@@ -77,7 +77,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", some(MODES, "pull", "waves"))
+@pytest.mark.parametrize("mode", some(MODES, "waves"))
 def test_a_third_peer_joins_a_run_of_two_and_all_hold_one_model_at_the_end(here: Folder, mode: str) -> None:
     """It needs an address and nothing of the run's settings; its first model is that of a peer that trains."""
     script = here.script(LATE)
@@ -160,6 +160,7 @@ def test_the_built_in_task_is_joined_without_a_script_and_left_in_order(here: Fo
     assert summary(here)["lost"] == [] or summary(here)["peers"] == 3
 
 
+@pytest.mark.slow
 def test_over_tls_with_a_certificate_for_its_own_address(here: Folder, tmp_path: Path) -> None:
     """One that is turned away for its certificate gets no rank: the next newcomer is the third peer."""
     authority = Authority(tmp_path / "ca")
