@@ -5,50 +5,40 @@ The public names are imported on first use, so that ``gossipx --help`` does not 
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from gossipx import codecs, optimizers, parts, policies, recorders
-    from gossipx.comm import CommManager
-    from gossipx.launch.loops.attach import attach, get_solver
-    from gossipx.launch.loops.initialize import initialize
-    from gossipx.launch.loops.join import join
-    from gossipx.runtime.training.peer import Peer
-    from gossipx.solver.solver import Solver
-    from gossipx.sync import SyncManager
-
-__all__ = [
-    "CommManager",
-    "Peer",
-    "Solver",
-    "SyncManager",
-    "attach",
-    "codecs",
-    "get_solver",
-    "initialize",
-    "join",
-    "optimizers",
-    "parts",
-    "policies",
-    "recorders",
-]
+if TYPE_CHECKING:  # under their own names, by which type checkers know that they are public
+    from gossipx import codecs as codecs
+    from gossipx import optimizers as optimizers
+    from gossipx import parts as parts
+    from gossipx import policies as policies
+    from gossipx import recorders as recorders
+    from gossipx.comm import CommManager as CommManager
+    from gossipx.launch.loops.attach import attach as attach
+    from gossipx.launch.loops.attach import get_solver as get_solver
+    from gossipx.launch.loops.initialize import initialize as initialize
+    from gossipx.launch.loops.join import join as join
+    from gossipx.runtime.training.peer import Peer as Peer
+    from gossipx.solver.solver import Solver as Solver
+    from gossipx.sync import SyncManager as SyncManager
 
 _HOMES = {
-    "CommManager": "gossipx.comm",
-    "Peer": "gossipx.runtime.training.peer",
-    "Solver": "gossipx.solver.solver",
-    "SyncManager": "gossipx.sync",
-    "attach": "gossipx.launch.loops.attach",
-    "get_solver": "gossipx.launch.loops.attach",
-    "initialize": "gossipx.launch.loops.initialize",
-    "join": "gossipx.launch.loops.join",
+    **{name: f"gossipx.{name}" for name in ("codecs", "optimizers", "parts", "policies", "recorders")},
+    "CommManager": "gossipx.comm:CommManager",
+    "Peer": "gossipx.runtime.training.peer:Peer",
+    "Solver": "gossipx.solver.solver:Solver",
+    "SyncManager": "gossipx.sync:SyncManager",
+    "attach": "gossipx.launch.loops.attach:attach",
+    "get_solver": "gossipx.launch.loops.attach:get_solver",
+    "initialize": "gossipx.launch.loops.initialize:initialize",
+    "join": "gossipx.launch.loops.join:join",
 }
+"""Modules of the public names, and classes and functions in them."""
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("codecs", "optimizers", "parts", "policies", "recorders"):
-        return importlib.import_module(f"gossipx.{name}")
+        return pkgutil.resolve_name(_HOMES[name])
     raise AttributeError(f"module 'gossipx' has no attribute '{name}'")
