@@ -58,8 +58,10 @@ WAVES = ("--exchange", "waves", "--policy", "tau:{period}")
 RARE = ("--policy", "tau:50")
 MOMENTUM = ("--outer", "momentum:0.6")
 LOW_BITS = ("--codec", "3lc:sparsity=1,residual=0.3")
-ONE_BIT = ("--mode", "pushpull", "--codec", "efsignsgd", "--mixing", "choco:gamma=0.5")
-SSP = ("--sync", "ssp:3", "--apply", "tick")
+CHOCO = ("--mixing", "choco:gamma=0.5")
+ONE_BIT = ("--mode", "pushpull", "--codec", "efsignsgd", *CHOCO)
+BSP = ("--servers", "{everyone}", "--sync", "bsp")
+SSP = ("--servers", "{everyone}", "--sync", "ssp:3", "--apply", "tick")
 """One step of the optimizer per clock: with one per gradient, which is the default, Adam makes N steps per clock."""
 SERVER_CODEC = ("--push-codec", "3lc:1.75", "--pull-codec", "3lc:1.75")
 DDP = "ddp"
@@ -80,10 +82,7 @@ SYSTEMS = {
     "momentum": _run(*RARE, *MOMENTUM),
     "momentum-3lc": _run(*RARE, *MOMENTUM, *LOW_BITS),
     "pairs": _run("--mode", "pushpull", "--policy", "tau:{period}", *MOMENTUM, periodic=True),
-    "pairs-3lc": _run(
-        *("--mode", "pushpull", *RARE, *MOMENTUM, *LOW_BITS),
-        *("--mixing", "choco:gamma=0.5"),
-    ),
+    "pairs-3lc": _run("--mode", "pushpull", *RARE, *MOMENTUM, *LOW_BITS, *CHOCO),
     "pairs-sign": _run("--policy", "tau:{period}", *ONE_BIT, periodic=True),
     "pairs-sign:5": _run("--policy", "tau:5", *ONE_BIT),
     "pairs-sign:2": _run("--policy", "tau:2", *ONE_BIT),
@@ -91,14 +90,11 @@ SYSTEMS = {
     "waves": _run(*WAVES, "--outer", "nesterov:lr=0.7,momentum=0.9", periodic=True),
     "waves-topk2": _run(*WAVES, "--codec", "topk2", periodic=True),
     "hub": _run("--hub", "0", "--policy", "tau:{period}", periodic=True),
-    "bsp": _run("--servers", "{everyone}", "--sync", "bsp", is_synchronous=True),
-    "bsp-int8": _run(
-        *("--servers", "{everyone}", "--sync", "bsp", "--push-codec", "int8", "--pull-codec", "int8"),
-        is_synchronous=True,
-    ),
-    "bsp-3lc": _run("--servers", "{everyone}", "--sync", "bsp", *SERVER_CODEC, is_synchronous=True),
-    "ssp": _run("--servers", "{everyone}", *SSP),
-    "ssp-3lc": _run("--servers", "{everyone}", *SSP, *SERVER_CODEC),
+    "bsp": _run(*BSP, is_synchronous=True),
+    "bsp-int8": _run(*BSP, "--push-codec", "int8", "--pull-codec", "int8", is_synchronous=True),
+    "bsp-3lc": _run(*BSP, *SERVER_CODEC, is_synchronous=True),
+    "ssp": _run(*SSP),
+    "ssp-3lc": _run(*SSP, *SERVER_CODEC),
 }
 """By name. The hub and the servers train too, so that every system has the same machines."""
 SHORT = (DDP, "ddp-powersgd", "diloco", "tau:10", "tau:10-3lc", "pairs-sign:5", "waves-topk2")

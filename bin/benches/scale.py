@@ -32,19 +32,12 @@ RATES = ("100mbit", "1gbit", "10gbit")
 MODEL = "resnet110"
 STEP = costs.STEP_SECONDS[MODEL]
 SIGMA = 0.1
+WAVES = {"policy": "tau:50", "exchange": "waves", "finish": "none"}
 SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
     "tau:10 (default)": {"sync": {"policy": "tau:10", "finish": "none"}},
     "tau:1": {"sync": {"policy": "tau:1", "finish": "none"}},
-    "waves, tau:50": {"sync": {"policy": "tau:50", "exchange": "waves", "finish": "none"}},
-    "DiLoCo": {
-        "sync": {
-            "policy": "tau:50",
-            "exchange": "waves",
-            "outer": "nesterov:lr=0.7,momentum=0.9",
-            "blocking": True,
-            "finish": "none",
-        }
-    },
+    "waves, tau:50": {"sync": WAVES},
+    "DiLoCo": {"sync": {**WAVES, "outer": "nesterov:lr=0.7,momentum=0.9", "blocking": True}},
     "server, bsp": {"server": {"sync": "bsp"}},
     "server, bsp, equal shares": {"server": {"sync": "bsp"}, "network": {"uneven": 0.0}},
 }
