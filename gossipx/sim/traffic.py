@@ -14,26 +14,8 @@ import msgspec
 
 from gossipx.errors import GossipxError, NotEnoughPeersError
 from gossipx.peer import PeerRole
-from gossipx.protocol import effects, events, table_effects
+from gossipx.protocol import effects, events, messages, server_messages, table_effects
 from gossipx.protocol.events import Fault
-from gossipx.protocol.messages import (
-    LAST_WAVE,
-    WHOLE,
-    CentreRequest,
-    ElasticRequest,
-    FinalRequest,
-    InitialRequest,
-    ModelReply,
-    ModelRequest,
-    PullRequest,
-    Reply,
-    Request,
-    RoundRequest,
-    Stage,
-    TakeRequest,
-    fragment_of,
-)
-from gossipx.protocol.server_messages import GradientRequest, TablesReply, TablesRequest
 from gossipx.runtime.driver.captures import Retrieval
 from gossipx.sim.base import BasePeer
 from gossipx.sim.clock import VirtualTimers
@@ -89,21 +71,21 @@ class Sizes:
     @property
     def whole(self) -> int:
         """Bytes of the model's values."""
-        return self.raw[WHOLE]
+        return self.raw[messages.WHOLE]
 
-    def model(self, request: Request, whole_model: bool) -> int:
+    def model(self, request: messages.Request, whole_model: bool) -> int:
         """Return the bytes of the model that answers a request, or that it carries.
 
         The first model of a peer and those of the finish are sent without a codec. In a round of a wave with a codec, a
         peer passes on the encoded changes of all models that it has averaged, twice as many in each round.
         """
-        raw = self.whole if whole_model else self.raw[fragment_of(request)]
+        raw = self.whole if whole_model else self.raw[messages.fragment_of(request)]
         match request:
-            case RoundRequest(wave, number, members) if wave != LAST_WAVE and self.encoded != 1:
+            case messages.RoundRequest(wave, number, members) if wave != messages.LAST_WAVE and self.encoded != 1:
                 return round(raw * self.encoded) * min(1 << number, len(members))
-            case RoundRequest(wave=wave) if wave == LAST_WAVE:
+            case messages.RoundRequest(wave=wave) if wave == messages.LAST_WAVE:
                 return raw
-            case InitialRequest() | FinalRequest() | CentreRequest():
+            case messages.InitialRequest() | messages.FinalRequest() | messages.CentreRequest():
                 return raw
         return round(raw * self.encoded)
 
@@ -131,7 +113,7 @@ class _Received:
     sender: int
     step: int
     seconds: float
-    request: Request
+    request: messages.Request
 
 
 class TrafficPeer(BasePeer):
@@ -164,10 +146,10 @@ class TrafficPeer(BasePeer):
         self._received: dict[int, _Received] = {}
         self._merged: dict[int, list[Retrieval]] = {}
         self._cancels: dict[int, Callable[[], None]] = {}
-        self._received_at: dict[Stage, int] = {}
+        self._received_at: dict[messages.Stage, int] = {}
         self._lacks: set[Where] = set()  # buckets that training must have before it uses them
         self._fetching: dict[int, Where] = {}  # by ticket
-        self._requests: dict[Hashable, Request] = {}  # for models and tables, by key
+        self._requests: dict[Hashable, messages.Request] = {}  # for models and tables, by key
         self._seconds = 0.0  # of computation in this iteration
         self._held: Callable[[], None] | None = None  # what the training thread does once it may
         self._held_for: Where | None = None  # the bucket that it needs; None: it waits for the role
@@ -200,7 +182,7 @@ class TrafficPeer(BasePeer):
         """Return what ``look`` reads from the role."""
         return look(self.role)
 
-    def received_before(self, stage: Stage) -> int:
+    def received_before(self, stage: messages.Stage) -> int:
         """Return the bytes received before the role reached ``stage``; all so far if it has not."""
         return next((count for at, count in self._received_at.items() if at >= stage), self.endpoint.bytes_received)
 
@@ -278,19 +260,19 @@ class TrafficPeer(BasePeer):
 
     def _send(self, send: effects.Send) -> None:
         request, nbytes, began = send.request, 0, self.world.now
-        if isinstance(request, ElasticRequest):
+        if isinstance(request, messages.ElasticRequest):
             nbytes = self._sizes.model(request, False)
-        elif isinstance(request, GradientRequest):
+        elif isinstance(request, server_messages.GradientRequest):
             nbytes = self._sizes.bucket((request.shard, request.bucket)).pushed
-        elif isinstance(request, TablesRequest) and request.bucket >= 0:
+        elif isinstance(request, server_messages.TablesRequest) and request.bucket >= 0:
             self._fetching[send.ticket] = request.shard, request.bucket
 
-        def done(result: Reply | Fault, content: Any) -> None:
+        def done(result: messages.Reply | Fault, content: Any) -> None:
             self._cancels.pop(send.ticket, None)
             if isinstance(result, Fault):
                 self.handle(events.Failed(send.ticket, result))
                 return
-            if isinstance(result, ModelReply):
+            if isinstance(result, messages.ModelReply):
                 seconds = self.world.now - began
                 self._received[send.ticket] = _Received(send.to, result.step, seconds, request)
             self.later(self.world.now, lambda: self.handle(events.Replied(send.ticket, result)))
@@ -301,8 +283,8 @@ class TrafficPeer(BasePeer):
         if stop := self._cancels.get(cancel.ticket):
             stop()
 
-    def _arrived(self, sender: Endpoint, key: Hashable, request: Request, content: Any) -> None:
-        if isinstance(request, ModelRequest | TablesRequest):
+    def _arrived(self, sender: Endpoint, key: Hashable, request: messages.Request, content: Any) -> None:
+        if isinstance(request, messages.ModelRequest | server_messages.TablesRequest):
             self._requests[key] = request
         self.later(self.world.now, lambda: self.handle(events.Received(sender.rank, key, request)))
 
@@ -314,14 +296,14 @@ class TrafficPeer(BasePeer):
 
     def _answer_now(self, answer: effects.Answer) -> None:
         reply, nbytes, request = answer.reply, 0, self._requests.pop(answer.key, None)
-        if isinstance(reply, ModelReply):
+        if isinstance(reply, messages.ModelReply):
             step = self._step if answer.captured is None else self._captured.get(answer.captured, self._step)
             reply = msgspec.structs.replace(reply, step=step)
             assert request is not None
             nbytes = self._sizes.model(request, answer.whole_model)
-        elif isinstance(reply, TablesReply) and answer.tables is not None:
+        elif isinstance(reply, server_messages.TablesReply) and answer.tables is not None:
             bucket = self._sizes.bucket((answer.tables.shard, answer.tables.bucket))
-            regular = isinstance(request, TablesRequest) and request.progress >= 0
+            regular = isinstance(request, server_messages.TablesRequest) and request.progress >= 0
             nbytes = bucket.pulled if regular else bucket.raw
         key = answer.key
         self.endpoint.answer(
@@ -338,20 +320,22 @@ class TrafficPeer(BasePeer):
 
     def _mix(self, mix: effects.Mix) -> None:
         received = self._received.pop(mix.ticket, None)
-        if received is not None and isinstance(received.request, PullRequest | TakeRequest | ElasticRequest):
+        if received is not None and isinstance(
+            received.request, messages.PullRequest | messages.TakeRequest | messages.ElasticRequest
+        ):
             self.on_retrieval(self._retrieval(received))
         self.handle(events.Mixed(mix.ticket))
 
     def _merge(self, merge: effects.Merge) -> None:
         received = self._received.pop(merge.ticket, None)
-        if received is not None and isinstance(received.request, RoundRequest):
+        if received is not None and isinstance(received.request, messages.RoundRequest):
             self._merged.setdefault(merge.into, []).append(self._retrieval(received))
         self.handle(events.Merged(merge.ticket, merge.into, True))
 
     def _apply_wave(self, apply: effects.ApplyWave) -> None:
         self._captured.pop(apply.ticket, None)
         for retrieval in self._merged.pop(apply.ticket, []):
-            if self.role.stage is Stage.TRAIN:
+            if self.role.stage is messages.Stage.TRAIN:
                 self.on_retrieval(retrieval)
         self.handle(events.Mixed(apply.ticket))
 
