@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from gossipx import errors
-from gossipx.comm.listener import LoopbackRequest, RequestListener
+from gossipx.comm.listener import ReceivedRequest, RequestListener
 from gossipx.comm.member import WAIT, Member, call_back, call_back_in_thread
 from gossipx.memory import Source
 from gossipx.protocol.messages import NotReadyReply, Reply, Request
@@ -59,7 +59,7 @@ class OutgoingRequest:
     done: Callable[[Reply | errors.GossipxError], None]
     upload: Source | None = None
     cancelled: bool = False
-    link: Link | LoopbackRequest | None = None
+    link: Link | ReceivedRequest | None = None
 
 
 class RequestClient:
@@ -195,7 +195,7 @@ class RequestClient:
         if job.cancelled:
             raise self._cancelled_error(job)
         if job.to == self._member.me.rank:
-            loopback = LoopbackRequest()
+            loopback = ReceivedRequest()
             with self._registered(loopback, job):
                 return self._own.request_loopback(job.request, job.upload, job.payload, job.deadline, loopback)
         link = self._links.acquire(job.to)
@@ -227,7 +227,7 @@ class RequestClient:
         return cast(Reply, frame.message)
 
     @contextlib.contextmanager
-    def _registered(self, link: Link | LoopbackRequest, job: OutgoingRequest) -> Iterator[None]:
+    def _registered(self, link: Link | ReceivedRequest, job: OutgoingRequest) -> Iterator[None]:
         """Register ``link`` with the job for the block, so that cancelling the job aborts the link.
 
         Raises:

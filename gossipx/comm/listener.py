@@ -56,23 +56,16 @@ class Response:
 
 
 @dataclass(eq=False)
-class _Slot:
-    """A received request that waits for its response."""
+class ReceivedRequest:
+    """A received request that waits for its response; one of this peer to itself has the number 0."""
 
-    number: int
+    number: int = 0
     ready: threading.Event = field(default_factory=threading.Event)
     answer: Response | None = None
 
-
-class LoopbackRequest:
-    """A request of this peer to itself, which uses no connection."""
-
-    def __init__(self) -> None:
-        self.slot = _Slot(0)
-
     def abort(self) -> None:
         """Stop waiting for the response."""
-        self.slot.ready.set()
+        self.ready.set()
 
 
 SinkFor: TypeAlias = Callable[[int, CarryingRequest], wire.UploadSink]
@@ -115,7 +108,7 @@ class RequestListener:
         # The lock guards everything below.
         self.queries: dict[str, Callable[[], dict[str, Any]]] = {}
         self._lock = threading.Lock()
-        self._slots: dict[Hashable, _Slot] = {}
+        self._requests: dict[Hashable, ReceivedRequest] = {}
         self._tell_corrupted_at = 0.0
         self._inbound: dict[Stream, bool] = {}  # in order of arrival; value: handshake finished
 
@@ -137,21 +130,21 @@ class RequestListener:
     def answer(self, key: Hashable, outgoing: Response) -> None:
         """Provide the response to a request; see :meth:`gossipx.comm.CommManager.answer`."""
         with self._lock:
-            slot = self._slots.get(key)
-            if slot is not None:
-                frames.encode(outgoing.reply, slot.number, outgoing.payload)  # validates: raise in the caller
-                slot.answer = outgoing
-                del self._slots[key]
-                slot.ready.set()
+            waiting = self._requests.get(key)
+            if waiting is not None:
+                frames.encode(outgoing.reply, waiting.number, outgoing.payload)  # validates: raise in the caller
+                waiting.answer = outgoing
+                del self._requests[key]
+                waiting.ready.set()
                 return
         call_back_in_thread(outgoing.done, False)
 
     def end(self) -> None:
         """Stop accepting, and wake threads that wait for a response."""
         with self._lock:
-            for slot in self._slots.values():
-                slot.ready.set()
-            self._slots.clear()
+            for waiting in self._requests.values():
+                waiting.abort()
+            self._requests.clear()
         for listener in (self._listener, self._local_listener):
             if listener is not None:
                 listener.close()
@@ -360,59 +353,39 @@ class RequestListener:
         upload: Source | None,
         payload: wire.Sink | wire.SinkFactory | None,
         deadline: float,
-        loopback: LoopbackRequest,
+        waiting: ReceivedRequest,
     ) -> Reply:
         """Serve a request of this peer to itself, with the same errors as a connection.
 
         Args:
             upload: payload of the request.
             payload: receives the reply's payload.
-            loopback: its ``abort`` ends the call.
+            waiting: its ``abort`` ends the call.
         """
-        received, slot, whole = None, loopback.slot, False
+        received = None
         if isinstance(request, CarryingRequest) and upload is not None:
             received = self._sink_for(self._member.me.rank, request)
             received.take(0, upload.view)
-        key = self._open(slot, received)
-        try:
-            self._on_request(self._member.me.rank, key, request, received)
-            if not slot.ready.wait(max(0.0, deadline - time.monotonic())):
+        with self._passed_on(waiting, self._member.me.rank, request, received):
+            if not waiting.ready.wait(max(0.0, deadline - time.monotonic())):
                 raise errors.PeerTimeoutError("this peer did not answer its own request within the deadline")
-            self._forget(key)
-            answer = slot.answer
+            answer = waiting.answer
             if answer is None:
                 raise errors.PeerUnreachableError("this peer ended before it answered its own request")
             if isinstance(answer.reply, CarryingReply) and answer.payload is not None and payload is not None:
                 sink = payload.fit(answer.reply) if isinstance(payload, wire.SinkFactory) else payload
                 sink.take(0, answer.payload.view)
-            whole = True
-            return answer.reply
-        finally:
-            self._forget(key)
-            if slot.answer is not None:
-                call_back(slot.answer.done, whole)
-
-    def _open(self, slot: _Slot, upload: wire.UploadSink | None) -> Hashable:
-        """Register a request and return its key; PeerUnreachableError if all connections have ended."""
-        key = next(self._keys)
-        with self._lock:
-            if not self._links.closed.is_set():
-                self._slots[key] = slot
-                return key
-        if upload is not None:
-            upload.release()
-        raise self._links.closed_error()
+        return answer.reply
 
     def _respond(self, link: Link, sender: int, number: int, request: Request, upload: wire.UploadSink | None) -> None:
         """Pass a request on, wait for its response, and send it."""
-        slot, whole = _Slot(number), False
-        key = self._open(slot, upload)
-        try:
-            self._on_request(sender, key, request, upload)
-            while not slot.ready.wait(_POLL) and link.stream.quiet():
+        waiting = ReceivedRequest(number)
+        # If it fails, the link ends before ``done`` allows the payload to change: the receiver must not take a mixture
+        # for a whole model.
+        with self._passed_on(waiting, sender, request, upload, link.abort):
+            while not waiting.ready.wait(_POLL) and link.stream.quiet():
                 pass
-            self._forget(key)
-            answer = slot.answer
+            answer = waiting.answer
             if answer is None:
                 raise errors.PeerUnreachableError("it closed the connection before its request was answered")
             early = min(answer.begins, answer.deadline) - time.monotonic()
@@ -422,16 +395,42 @@ class RequestListener:
                 link.send_model(answer.reply, number, answer.payload, answer.deadline)
             else:
                 link.send(frames.encode(answer.reply, number, checks=link.checks), answer.deadline)
+
+    @contextlib.contextmanager
+    def _passed_on(
+        self,
+        waiting: ReceivedRequest,
+        sender: int,
+        request: Request,
+        upload: wire.UploadSink | None,
+        abort: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """Pass a request on for a block that sends the response; then tell who gave it whether it has arrived whole.
+
+        Args:
+            abort: called first if the block fails.
+
+        Raises:
+            PeerUnreachableError: all connections have ended.
+        """
+        key = next(self._keys)
+        with self._lock:
+            is_closed = self._links.closed.is_set()
+            if not is_closed:
+                self._requests[key] = waiting
+        if is_closed:
+            if upload is not None:
+                upload.release()
+            raise self._links.closed_error()
+        whole = False
+        try:
+            self._on_request(sender, key, request, upload)
+            yield
             whole = True
         finally:
             if not whole:
-                # Before ``done`` allows the payload to change: the receiver must not take a mixture for a whole model.
-                link.abort()
-            self._forget(key)
-            if slot.answer is not None:
-                call_back(slot.answer.done, whole)
-
-    def _forget(self, key: Hashable) -> None:
-        """Unregister a request: a later response to ``key`` is dropped."""
-        with self._lock:
-            self._slots.pop(key, None)
+                abort()
+            with self._lock:
+                self._requests.pop(key, None)  # a later response is dropped
+            if waiting.answer is not None:
+                call_back(waiting.answer.done, whole)

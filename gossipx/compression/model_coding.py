@@ -342,18 +342,13 @@ class ModelCodec(SectionCodec):
             rows = enumerate(zip(parts, reply.bases, before, strict=True))
             decoded = taken = [self.decoded_section(number, *row) for number, row in rows]
             if self._references:
-                own = self._own(incoming) if self._public else []
+                own = self.trained(incoming.base()) if self._public else []
                 public = self._published(reply.bases, reference, own) if self._public else []
                 self._keep(sender, _Reference(taken, public))
                 if self._public:  # as if x_j were x_i + x̂_j − x̂_i
                     changed = zip(own, taken, public, strict=True)
                     decoded = [values + (theirs - ours) for values, theirs, ours in changed]
         return self.laid_out(decoded, buffers)
-
-    def _own(self, incoming: Incoming) -> list[Tensor]:
-        """Return the peer's own trained values, by section; a model that is pulled is always compared with them."""
-        own = [incoming.compared_with(number) for number in range(len(self.tensors))]
-        return self.trained([values for values in own if values is not None])
 
     def _published(self, bases: Sequence[int], reference: _Reference | None, own: Sequence[Tensor]) -> list[Tensor]:
         """Return the next public copy x̂_i of each section; ``own`` is the current model x_i."""

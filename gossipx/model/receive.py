@@ -77,9 +77,9 @@ class Incoming:
             self._buffer = self._pool.buffer(self._whole)
         return self._buffer
 
-    def compared_with(self, number: int) -> Tensor | None:
-        """Return the base of a section, before the first byte has arrived; None: there is no base."""
-        return None if self._base is None else self._base.buffer.vectors[number]
+    def base(self) -> Sequence[Tensor]:
+        """Return the base of each section, before the first byte has arrived; none: there is no base."""
+        return () if self._base is None else self._base.buffer.vectors
 
     def buffer_at(self, start: int) -> memoryview:
         """Return the memory for the bytes from ``start`` on; see :class:`gossipx.wire.Sink`."""
