@@ -84,7 +84,6 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     fields.Joined: st.lists(
         st.builds(fields.JoinedPeer, ranks, hosts, hosts, st.integers(1, 65_535), ranks), max_size=5
     ).map(tuple),
-    fields.Workers: st.lists(st.tuples(ranks, counts | st.just(-1)), max_size=5).map(tuple),
     Stage: st.sampled_from(Stage),
     AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
     PastWave: st.integers(0, MAX_WAVE),

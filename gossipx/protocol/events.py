@@ -14,7 +14,7 @@ JoinRun           once, when the peer is listening             peer/stages, peer
 AllPresent        once, in place of JoinRun                    peer/stages
 StepDone          at each optimizer step                       peer/training
 GradientsReady    as the backward pass computes gradients      server/worker
-SwitchSync        when a user or a program requests it         server/other_shards
+SwitchSync        when a user or a program requests it         server/switches
 ChangeServers     when a user or a program requests it         server/coordinator
 TablesRestored    after RestoreTables                          server/hosted_shards
 GradientPoisoned  when a gradient is ignored                   peer/role, which counts and logs it

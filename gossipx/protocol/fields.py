@@ -122,8 +122,6 @@ Parts = Annotated[tuple[_Part, ...], at_most(MAX_PARTS)]
 ShardEvent = Annotated[tuple[Line | Whole | float, ...], at_most(4, 1)]
 """An event of a shard: a word and its figures; see :class:`gossipx.server.shard.Shard`."""
 ShardEvents = Annotated[tuple[ShardEvent, ...], at_most(MAX_SHARD_EVENTS), printable_text]
-Workers = Annotated[tuple[tuple[Rank, CountOrNone], ...], at_most(MAX_RANKS)]
-"""Ranks with their iterations."""
 
 
 class JoinedPeer(NamedTuple):

@@ -13,8 +13,6 @@ TablesRequest     the worker, per bucket that it needs next     the shard of the
 TablesReply       the shard; a server, to RangesRequest         the worker; the migration that sent the request
 PushAgainReply    the shard, to TablesRequest                   the worker, which repeats its pushes
 SwitchRequest     the switching of the peer a user asked        the switching of the shard's server
-WaitingRequest    the deadlock detector, while a pull waits     the deadlock detector of the other shard's server
-WaitingReply      that deadlock detector                        the deadlock detector that sent the request
 RecordRequest     the records of a shard, which also go into    the shard's replica
                   its journal
 CopyRequest       a replica, to begin and as a heartbeat        the copies of the shard's server
@@ -155,33 +153,6 @@ class SwitchRequest(messages.Request, frozen=True):
     sync: fields.Text
     apply: fields.Text
     pulls: fields.Text
-
-
-@fields.kind(47, fields.MAX_METADATA)
-class WaitingReply(messages.Reply, frozen=True):
-    """The workers whose pulls wait at a shard.
-
-    Attributes:
-        workers: ranks, ascending, each with the iteration of its pull; −1: it asks for the current values.
-    """
-
-    workers: fields.Workers
-
-
-@fields.kind(46, answers=(WaitingReply, messages.NotReadyReply))
-class WaitingRequest(messages.Request, frozen=True):
-    """Asks which workers' pulls wait at a shard; answered once others wait than those that the requester knows of. See
-    :mod:`gossipx.server.other_shards`.
-
-    Attributes:
-        shard: the shard.
-        known: as in the last reply.
-        patience: seconds that the requester waits; a reply comes in half of that even if nothing has changed.
-    """
-
-    shard: fields.Rank
-    known: fields.Workers
-    patience: fields.Seconds
 
 
 # --- replicas -----------------------------------------------------------------------------------
@@ -352,9 +323,7 @@ class PlaceRequest(messages.Request, frozen=True):
     decided: fields.Count
 
 
-ServerRequest = (
-    GradientRequest | TablesRequest | SwitchRequest | WaitingRequest | RecordRequest | CopyRequest | HoldersRequest
-)
+ServerRequest = GradientRequest | TablesRequest | SwitchRequest | RecordRequest | CopyRequest | HoldersRequest
 """Requests to a server."""
 CarryingRequest = messages.ElasticRequest | GradientRequest | RecordRequest
 """Requests whose payload is a model or a part of one."""

@@ -22,6 +22,7 @@ from gossipx.protocol.server_messages import PauseRequest, PlaceRequest, Prepare
 from gossipx.server.migration import NOT_READY, UNDER_WAY, Migration
 from gossipx.server.placement import Layout, server_order
 from gossipx.server.requests import Deferred, Replies, defer, outcome, put_off
+from gossipx.server.sync_models import check_shards
 
 TABLES = 4
 """The timeout for moving all tables, as a multiple of the time for one model: Adam keeps two numbers per element, and a
@@ -190,6 +191,7 @@ class Coordinator:
         if problem:
             return [Answer(event.key, NotReadyReply(problem), deadline)]
         try:
+            check_shards(self._migration.host.hosted.shards[0].clock.model, len(request.servers))
             layout = self._migration.layouts.make(server_order(self._migration.layout.servers, request.servers))
         except UsageError as error:
             return [Answer(event.key, NotReadyReply(str(error)), deadline)]

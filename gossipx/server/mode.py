@@ -1,8 +1,7 @@
 """Server mode of one peer: dispatches events to the parts of its server and its worker.
 
 A peer may host shards, replicate shards, train as a worker, or several of these. Separate classes handle the worker's
-requests, replication, changes of servers, switches of sync models and deadlocks; this class connects them to the peer
-role.
+requests, replication, changes of servers and switches of sync models; this class connects them to the peer role.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from gossipx.protocol.server_messages import (
     ServersRequest,
     SwitchRequest,
     TablesRequest,
-    WaitingRequest,
 )
 from gossipx.server.coordinator import Coordinator
 from gossipx.server.hosted_shards import HostedShards
-from gossipx.server.migration import UNDER_WAY, Migration, MigrationHost
-from gossipx.server.other_shards import DeadlockDetector, SyncModelSwitch
+from gossipx.server.migration import Migration, MigrationHost
 from gossipx.server.placement import Layout
 from gossipx.server.plan import ServerPlan, workers
 from gossipx.server.replication import FOLLOW, RECORDS, Replica, Replication
 from gossipx.server.requests import Replies
 from gossipx.server.shard import Shard
+from gossipx.server.switches import SyncModelSwitch
 from gossipx.server.worker import AGAIN, Worker
 
 WATCH = "watch"
@@ -62,7 +60,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     """
 
     request_types = (
-        *(GradientRequest, TablesRequest, SwitchRequest, WaitingRequest, RecordRequest, CopyRequest),
+        *(GradientRequest, TablesRequest, SwitchRequest, RecordRequest, CopyRequest),
         *(HoldersRequest, ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
     )
     timers = (AGAIN, WATCH, RECORDS, FOLLOW)
@@ -98,9 +96,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         shape = plan.holders, plan.layout.buckets
         self.worker = Worker(*common, self._worker_answered, *shape, plan.settings.overlap, plan.syncs)
         self._sync_model_switch = SyncModelSwitch(
-            *common, self.shards, self.worker.holder, len(self._workers()), plan.rate, self._obstacle
+            *common, self.shards, self.worker.holder, len(self._workers()), plan.rate, self.migration
         )
-        self._deadlock_detector = DeadlockDetector(*common, self.shards, self.worker.holder)
         self._serves = False  # all peers have reached START
         self._finishing = False
         self._watching = False
@@ -165,7 +162,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             case TablesRestored():
                 return self._follow_up(self.hosted.tables_restored(event, self._training(), now), now)
             case SwitchSync():
-                return self._follow_up(self._sync_model_switch.switch(event, len(self._servers), now), now)
+                return self._follow_up(self._sync_model_switch.switch(event, now), now)
             case ChangeServers():
                 return self._follow_up(self.coordinator.submit(event, now), now)
         return []
@@ -267,8 +264,6 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
                 effects = self.coordinator.requested(event, request, now)
             case PauseRequest() | PrepareRequest() | RangesRequest() | PlaceRequest():
                 effects = self.migration.requested(event, now)
-            case WaitingRequest() as request:
-                effects = self._deadlock_detector.requested(event, request, now)
             case RecordRequest() as request:
                 return self._replication.record_received(event, request, now)
             case HoldersRequest() as request:
@@ -341,7 +336,6 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             return self._follow_up(self._replication.timer_fired(what, int(shard), now), now)
         self._watching = False
         signs = self._ask_for_signs(self._held_up_by(), now)
-        self._deadlock_detector.repeat_failed()
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
         waits = [self._waits_for(shard) for shard in self.shards.values() if put_off and shard.holding_up]
         again = self.migration.ask_layout(now) if self.hosted.unconfirmed else []
@@ -367,21 +361,17 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return {rank for shard in self.shards.values() for rank in shard.holding_up if rank != self._context.rank}
 
     def _follow_up(self, effects: list[Effect], now: float) -> list[Effect]:
-        """Add what follows any event: due checkpoints, deadlock checks, records to send, and the periodic check."""
+        """Add what follows any event: due checkpoints, records to send, and the periodic check."""
         effects = effects + self.hosted.checkpoint(now)  # last, so that checkpoints include this event
-        effects += self._deadlock_detector.check(len(self._servers), now)
         effects += self._replication.send(now)
         changes = self.migration.busy or self.coordinator.busy or self.hosted.unconfirmed
-        waits = changes or self._deadlock_detector.is_asked or any(shard.waiting for shard in self.shards.values())
+        waits = changes or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:
             return effects
         self._watching = True
         return [*effects, SetTimer(WATCH, now + WATCH_PERIOD * self._context.timeout)]
 
     # --- other servers ------------------------------------------------------------------------------
-
-    def _obstacle(self) -> str:
-        return UNDER_WAY if self.migration.busy else ""
 
     def hand_over_all(self, now: float) -> list[Effect]:
         self.worker.stop()

@@ -9,7 +9,14 @@ from gossipx.errors import UsageError
 from gossipx.server.conditions import SyncModel
 from gossipx.server.placement import Layout, Layouts
 from gossipx.server.shard_clock import ShardClock
-from gossipx.server.sync_models import SwitchPlan, application, check_workers, switch_plan_from, sync_model_from
+from gossipx.server.sync_models import (
+    SwitchPlan,
+    application,
+    check_shards,
+    check_workers,
+    switch_plan_from,
+    sync_model_from,
+)
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
@@ -98,8 +105,8 @@ def sync_models_by_shard(
         custom: sync models instead of the configured ones; None: the configured ones.
 
     Raises:
-        UsageError: the number of sync models is neither 1 nor the number of shards, or ``--apply`` does not suit one
-            of them.
+        UsageError: the number of sync models is neither 1 nor the number of shards, or ``--apply`` or that number
+            does not suit one of them.
     """
     if custom is not None:
         syncs = [custom] if isinstance(custom, SyncModel) else list(custom)
@@ -110,6 +117,7 @@ def sync_models_by_shard(
         raise UsageError(f"{where}{len(syncs)} sync models for {shards} shards: give one for all, or one per shard")
     for model in syncs:
         application(model, given.apply)  # raises if --apply does not suit the model
+        check_shards(model, shards)
     return syncs * shards if len(syncs) == 1 else syncs
 
 

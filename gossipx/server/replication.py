@@ -32,7 +32,6 @@ from gossipx.protocol.server_messages import (
     HoldersRequest,
     RecordRequest,
     ServerRequest,
-    WaitingRequest,
 )
 from gossipx.protocol.table_effects import Share, TakeCopy
 from gossipx.server.requests import Handler, Replies
@@ -446,7 +445,7 @@ class Replication:
     def step_in(self, sender: int, request: ServerRequest, now: float) -> list[Effect]:
         """Become the holder of a replicated shard if a peer requests it and its holder is gone."""
         replica = self.replicas.get(request.shard)
-        if replica is None or isinstance(request, RecordRequest | WaitingRequest):
+        if replica is None or isinstance(request, RecordRequest):
             return []
         gone = self._context.members.is_gone(replica.holder)
         if isinstance(request, CopyRequest):  # the holder has restarted and lost its state, or is gone

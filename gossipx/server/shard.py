@@ -543,18 +543,6 @@ class Shard:
         here = set(training)
         return [effect for rank in list(self.clock.progress) if rank not in here for effect in self.lost(rank)]
 
-    def resolve_deadlock(self, blocked: Iterable[tuple[int, int]]) -> list[Effect]:
-        """Apply the gradient buffer as it is if every worker that could fill it waits, here or at other shards.
-
-        Args:
-            blocked: the workers whose pulls wait, at any shard, each with the iteration of its pull.
-        """
-        if not self.clock.is_deadlocked(blocked):
-            return []
-        self.records.log("apply")
-        effects = self._carry_out(self.clock.apply_now())
-        return self.records.delay_answers([*effects, *self.records.flush()])
-
     # --- decisions --------------------------------------------------------------------------------
 
     def _carry_out(self, made: list[Decision]) -> list[Effect]:

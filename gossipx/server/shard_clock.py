@@ -235,26 +235,10 @@ class ShardClock:
         return sorted(missing, key=lambda worker: (self._workers[worker].progress, worker))
 
     @property
-    def blocked(self) -> tuple[tuple[int, int], ...]:
-        """The workers whose pulls wait, in ascending order, each with the iteration of its pull."""
-        return tuple(sorted((one.pull.worker, one.pull.progress) for one in self._delayed))
-
-    @property
     def awaits_gradients(self) -> bool:
         """Whether a pull waits until the gradient buffer has reached its threshold."""
         by_threshold = self.apply is Apply.THRESHOLD
         return by_threshold and any(self._workers[one.pull.worker].waiting for one in self._delayed)
-
-    def is_deadlocked(self, blocked: Iterable[tuple[int, int]]) -> bool:
-        """Return whether a pull waits for the gradient buffer, and no worker is left that could fill it.
-
-        Args:
-            blocked: the workers whose pulls wait, as in :attr:`blocked`, at any shard.
-        """
-        # A worker whose push of that iteration has not arrived here yet may still fill the buffer.
-        workers = self._workers
-        held = {worker for worker, pulled in blocked if worker in workers and pulled <= workers[worker].progress}
-        return self.awaits_gradients and all(one.waiting or worker in held for worker, one in workers.items())
 
     def view(self) -> View:
         """Return the state that conditions are evaluated on."""

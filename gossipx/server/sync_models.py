@@ -492,6 +492,19 @@ def check_workers(model: SyncModel, workers: int) -> None:
         )
 
 
+def check_shards(model: SyncModel, shards: int) -> None:
+    """Check that no worker could wait for the gradient buffer of one shard while others wait for that of another.
+
+    Raises:
+        UsageError: there are several shards, and pulls wait for a buffer.
+    """
+    if shards > 1 and model.answers_by_condition and model.default_apply is Apply.THRESHOLD:
+        raise UsageError(
+            f"with sync model '{spec_of(model)}' workers wait for a gradient buffer, and {shards} servers have one"
+            " each, so that all may wait: give one server, or leave out wait=true"
+        )
+
+
 def application(model: SyncModel, apply: Apply | str | None = None) -> Apply:
     """Return how gradients are applied under ``model``.
 

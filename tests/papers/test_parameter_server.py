@@ -167,12 +167,11 @@ def test_hybrid_grows_from_asynchronous_to_synchronous(wait: str, seed: int) -> 
     network = Network(delay=0.05, jitter=0.5)
     options: dict[str, Any] = {"optimizer": PLAIN, "sync": sync, "iterations": 20, "bucket": 10**6}
     slow = {1: 1.01, 2: 1.02, 3: 1.03}
-    made = served.ended(served.world(4, seed, network, slow, servers="0,2", **options))
+    made = served.ended(served.world(4, seed, network, slow, servers="0", **options))
     torch.testing.assert_close(models(made), models(made)[:1].expand(4, -1), rtol=0, atol=0)
-    for rank, index in ((0, 0), (2, 1)):
-        clock = made.peers[rank].role.exchange.shards[index].clock  # type: ignore[union-attr]
-        assert clock.buffered == 0 and clock.counts.applied == clock.counts.gradients == 4 * 20
-        assert wait == "true" or clock.counts.delayed == 0
+    clock = made.peers[0].role.exchange.shards[0].clock  # type: ignore[union-attr]
+    assert clock.buffered == 0 and clock.counts.applied == clock.counts.gradients == 4 * 20
+    assert wait == "true" or clock.counts.delayed == 0
 
 
 def test_ssp_limits_the_lead_to_its_staleness() -> None:
@@ -203,7 +202,6 @@ def test_drop_continues_without_the_slowest() -> None:
         "ssp:staleness=2",
         "drop:n=2",
         "hybrid:step=5",
-        "hybrid:step=5,wait=true",
         "dsps",
         "pssp:staleness=1,p=0.5",
     ],

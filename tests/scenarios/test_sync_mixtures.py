@@ -8,7 +8,6 @@ import toy
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
-from seeds import some
 from transcripts import LoggedWorld
 
 from gossipx.server.mode import ServerMode
@@ -28,41 +27,23 @@ def trained(made: LoggedWorld, limit: float) -> None:
             assert counts.gradients + counts.late == len(made.peers) * served.ITERATIONS
 
 
-@pytest.mark.parametrize("other", ["ssp:staleness=3", "dsps", "pssp:staleness=3,p=1", "pssp:staleness=3,alpha=8"])
-@pytest.mark.parametrize("servers", some(["0,1", "2,3"], "0,1"))
-def test_hybrid_beside_another_sync_model_with_a_slow_worker(servers: str, other: str) -> None:
-    """Fast workers wait at one shard for the slow one, whose gradient waits at the other shard for theirs."""
-    sync = f"hybrid:fixed=2,wait=true|{other}"
-    made = served.world(4, network=Network(delay=0.05), slow={2: 3.0}, servers=servers, sync=sync)
-    trained(made, served.ITERATIONS * 3.0 + 12.0)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_one_shard_of_a_hybrid_run_is_switched(seed: int) -> None:
-    slow = {0: 1.0, 1: 1.1, 2: 3.0}
-    made = served.world(3, seed, Network(delay=0.05), slow, servers="0,1", sync="hybrid:fixed=2,wait=true")
-    made.switch_sync(0, 4.0 + seed, "dsps", shard=1)
-    trained(made, served.ITERATIONS * 3.0 + 12.0)
-    assert made.lines(1, "shard 1 switches from hybrid:fixed=2,wait=true to dsps")
-
-
-@pytest.mark.parametrize(
-    ("servers", "sync"),
-    [
-        ("0", "hybrid:step=2,wait=true"),
-        ("0,1", "hybrid:step=2,wait=true"),
-        ("0,1", "hybrid:step=2,wait=true|ssp:staleness=3"),
-    ],
-)
-def test_a_buffer_does_not_wait_for_a_dead_worker_that_was_ahead(servers: str, sync: str) -> None:
+def test_a_buffer_does_not_wait_for_a_dead_worker_that_was_ahead() -> None:
     """Its pushes are ahead of the clock, and it waits nowhere."""
-    made = served.world(3, network=Network(delay=0.05), slow={0: 3.0, 2: 0.5}, servers=servers, sync=sync)
+    slow = {0: 3.0, 2: 0.5}
+    made = served.world(3, network=Network(delay=0.05), slow=slow, servers="0", sync="hybrid:step=2,wait=true")
     made.crash(2, 4.0)
     served.ended(made, served.ITERATIONS * 3.5 + 3 * toy.TIMEOUT)
     assert made.fired["crash"] and made.lines(0, "peer 2 is lost")
     assert made.peers[0].arena.step == made.peers[1].arena.step == served.ITERATIONS
 
 
+WAIT = [
+    "hybrid:fixed=2,wait=true",
+    "hybrid:fixed=3,wait=true",
+    "hybrid:step=4,wait=true",
+    "hybrid:double=5,wait=true",
+]
+"""They are refused with several servers."""
 SYNCS = [
     "bsp",
     "asp",
@@ -73,17 +54,12 @@ SYNCS = [
     "drop:n=1,late=add",
     "pssp:staleness=1,p=0.5",
     "pssp:staleness=1,alpha=significance",
-    "hybrid:fixed=2,wait=true",
-    "hybrid:fixed=3,wait=true",
-    "hybrid:step=4,wait=true",
-    "hybrid:double=5,wait=true",
     "hybrid:fixed=3",
     "hybrid:step=4,reduce=sum",
 ]
 ITERATIONS = 8
-syncs = st.sampled_from(SYNCS)
 indices = st.integers(0, 4)
-others = st.sampled_from([*SYNCS, "drop:n=2"])  # refused where it would wait for all workers
+others = st.sampled_from([*SYNCS, *WAIT, "drop:n=2"])  # refused where it would wait for all workers
 switches = st.tuples(st.floats(1, 40), indices, indices, others, st.sampled_from(["", "lazy", "soft"]))
 
 
@@ -95,6 +71,7 @@ def test_every_pull_is_answered(data: st.DataObject) -> None:
     size = data.draw(st.integers(max(2, count), 5), "peers")
     servers = data.draw(st.permutations(range(size)), "servers")[:count]
     only = count < size - 1 and data.draw(st.booleans(), "servers only")
+    syncs = st.sampled_from([*SYNCS, *WAIT] if count == 1 else SYNCS)
     delay, jitter = 0.1, data.draw(st.sampled_from([0.0, 0.3]), "jitter")
     paces = data.draw(st.lists(st.floats(0.5, 4.0), min_size=size, max_size=size), "paces")
     made = served.world(

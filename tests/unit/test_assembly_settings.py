@@ -413,6 +413,16 @@ def test_drop_stragglers_must_leave_out_a_worker(given: dict[str, Any], workers:
     assert server_ranks(files.resolve(fewer), names) is not None
 
 
+@pytest.mark.fault(65)
+def test_several_servers_have_no_buffer_to_wait_for() -> None:
+    """Each worker could wait for another one's buffer."""
+    names = [str(rank) for rank in range(3)]
+    assert server_ranks(files.resolve({"servers": "0", "sync": "hybrid:wait=true"}), names) == (0,)
+    for sync in ("hybrid:wait=true", "hybrid:wait=true|asp"):
+        with pytest.raises(UsageError, match=r"2 servers have one each.*: give one server, or leave out wait=true$"):
+            server_ranks(files.resolve({"servers": "0,1", "sync": sync}), names)
+
+
 @pytest.mark.parametrize(
     ("given", "ran"),
     [

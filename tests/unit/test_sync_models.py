@@ -15,7 +15,7 @@ from gossipx.errors import UsageError
 from gossipx.peer.server_role import Total
 from gossipx.server.conditions import Apply, Conditions, Pull, SyncModel, View
 from gossipx.server.hosted_shards import figures
-from gossipx.server.shard_clock import BufferDue, Handling, PushDecision, Release, ShardClock, Tick
+from gossipx.server.shard_clock import BufferDue, Handling, PushDecision, ShardClock, Tick
 from gossipx.server.sync_models import (
     ASP,
     BSP,
@@ -269,25 +269,6 @@ def test_a_jump_ahead_is_several_ticks():
 
 
 # --- hybrid -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.fault(45)
-def test_a_buffer_that_no_worker_can_fill():
-    clock = ShardClock(sync_model_from("hybrid:fixed=3,wait=true"), workers=range(4))
-    for progress in (0, 1):
-        for rank in (0, 1, 2):
-            clock.push_part(rank, progress)
-            clock.pushed(rank, progress)
-    clock.push_part(3, 0)
-    clock.pushed(3, 0)
-    assert clock.buffered == 1 and not clock.is_deadlocked([(0, 1), (1, 1), (2, 1)]), "no pull waits for it"
-    assert clock.pull(3, 0, "pull") == [] and clock.blocked == ((3, 0),)
-    assert clock.is_deadlocked([(0, 1), (1, 1), (2, 1)])
-    assert not clock.is_deadlocked([(0, 1), (1, 1)]), "worker 2 may still come"
-    assert not clock.is_deadlocked([(0, 1), (1, 1), (2, 2)]), "its push is still in flight"
-    assert clock.is_deadlocked([(0, 1), (1, 1), (2, 1), (4, 0)]), "a worker that is not known here changes nothing"
-    assert clock.apply_now() == [BufferDue(1), Release("pull")] and clock.blocked == ()
-    assert not clock.is_deadlocked([(0, 1), (1, 1), (2, 1)])
 
 
 def test_figures_of_a_shard_by_the_clock():
