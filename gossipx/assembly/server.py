@@ -20,7 +20,7 @@ from gossipx.server.conditions import SyncModel
 from gossipx.server.placement import Layouts, Placement, Table
 from gossipx.server.plan import ServerPlan, holders_of, server_ranks, sync_models_by_shard, workers
 from gossipx.server.shard_clock import ShardClock
-from gossipx.server.sync_models import spec_of, switch_plan_from
+from gossipx.server.sync_models import spec_of
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
@@ -152,7 +152,6 @@ def server_plan(
         clock_of=clock_of,
         holders=holders_of(ranks, given.server_replicas, size),
         syncs=tuple(syncs),
-        switches=switch_plan_from(given.sync_plan or "", rate),
         rate=rate,
         every=every,
         fixed=_fixed(given, bool(every), own.storages),
@@ -215,7 +214,6 @@ def _alike(given: Server, ranks: Sequence[int], own: Parts) -> dict[str, str]:
         "--server-replicas": str(given.server_replicas),
         "--servers-only": str(given.servers_only).lower(),
         "--sync": _describe_sync(given, own),
-        "--sync-plan": given.sync_plan or "none",
         "--apply": given.apply or "the sync model's",
         "--pulls": given.pulls,
         "--placement": given.placement if own.placement is None else type(own.placement).__qualname__,

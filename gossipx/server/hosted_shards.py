@@ -59,7 +59,7 @@ class HostedShards:
     def make(self, index: int, clock: ShardClock, layout: Layout) -> Shard:
         """Make a shard of ``layout``, to be hosted or replicated here."""
         plan, leads = self._plan, not any(layout.buckets[:index])
-        shard = Shard(index, layout.buckets[index], clock, self._context.requests, plan.every, plan.switches, leads)
+        shard = Shard(index, layout.buckets[index], clock, self._context.requests, plan.every, leads)
         shard.records = JournalRecords(index, self.epoch) if plan.journals else shard.records
         return shard
 

@@ -10,11 +10,9 @@ from gossipx.server.conditions import SyncModel
 from gossipx.server.placement import Layout, Layouts
 from gossipx.server.shard_clock import ShardClock
 from gossipx.server.sync_models import (
-    SwitchPlan,
     application,
     check_shards,
     check_workers,
-    switch_plan_from,
     sync_model_from,
 )
 from gossipx.settings.interval import CheckpointInterval
@@ -34,7 +32,6 @@ class ServerPlan:
         clock_of: makes a shard's initial clock.
         holders: for each shard, the rank that holds it, followed by the rank of its replica if it has one.
         syncs: each shard's first sync model.
-        switches: the sync models that all shards switch to, each with the clock to switch at.
         rate: the learning rate, for sync models that depend on it; None: unknown.
         every: the interval between two checkpoints of a shard, in ticks or seconds.
         fixed: why the servers cannot be changed, in one line; empty: they can.
@@ -46,7 +43,6 @@ class ServerPlan:
     clock_of: Callable[[int], ShardClock]
     holders: tuple[tuple[int, ...], ...]
     syncs: tuple[SyncModel, ...]
-    switches: SwitchPlan
     rate: float | None
     every: CheckpointInterval
     fixed: str
@@ -89,8 +85,7 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
     trained = workers(given, ranks, len(names))
     if not trained:
         raise UsageError("--servers-only leaves no peer that trains: give more peers, or leave it out")
-    first = sync_models_by_shard(given, len(ranks))  # raises if --sync or --apply does not suit the servers
-    for model in (*first, *(model for _, model in switch_plan_from(given.sync_plan or ""))):
+    for model in sync_models_by_shard(given, len(ranks)):  # raises if --sync or --apply does not suit the servers
         check_workers(model, len(trained))
     return ranks
 

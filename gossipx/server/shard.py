@@ -14,7 +14,6 @@ shard's holder.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,7 +217,6 @@ class Shard:
         clock: knows the workers that the run begins with.
         requests: the role's open requests; numbers tickets.
         every: the interval between two checkpoints, in ticks or seconds.
-        plan: the sync models to switch to, each with the clock to switch at.
         leads: whether this shard announces checkpoints by seconds to all others.
 
     Attributes:
@@ -236,14 +234,12 @@ class Shard:
         clock: ShardClock,
         requests: Requests,
         every: CheckpointInterval,
-        plan: Sequence[tuple[int, SyncModel]] = (),
         leads: bool = True,
     ):
         self.index = index
         self.clock = clock
         self.records = Records(index)
         self._initial_sync = clock.model
-        self._plan = deque(plan)
         self._schedule = CheckpointSchedule(every, leads)
         self.restored = self.run_resumes = False
         self.restarted_at = -1
@@ -264,14 +260,11 @@ class Shard:
         """
         self.clock.start_at(clock)
         self.restarted_at = 0
-        switched: list[Effect] = []
-        while self._plan and self._plan[0][0] <= clock:
-            switched = self._switched(self._plan.popleft()[1])
         text = (
             f"shard {self.index} was lost when this server was killed: it continues from clock {clock} with a worker's "
             f"model, the sync model {spec_of(self.clock.model)} and a new optimizer state"
         )
-        return [Note("", text), *switched, *self.begin(now)]
+        return [Note("", text), *self.begin(now)]
 
     def begin_late(self, now: float) -> list[Effect]:
         """Start from a checkpoint, although workers have advanced since."""
@@ -325,7 +318,6 @@ class Shard:
             # The sync model was switched after the run began.
             self.clock.switch(sync_model_from(made["model"]), made["apply"], made["pulls"])
         self.clock.load_state_dict(clock)
-        self._plan = deque(step for step in self._plan if step[0] > clock["clock"][0])
         self._workers = {
             rank: ShardWorker(incarnation, receiving, set(received))
             for rank, incarnation, receiving, received in state["workers"]
@@ -378,14 +370,12 @@ class Shard:
 
     def hand_over(self) -> dict[str, Any]:
         """Return the state that shards of another layout continue with, as plain data. No push may be in flight."""
-        return {**self.state_dict(), NEXT_RECORD: 0, "plan": len(self._plan), "kept": self._schedule.last_clock}
+        return {**self.state_dict(), NEXT_RECORD: 0, "kept": self._schedule.last_clock}
 
     def take_over(self, state: dict[str, Any], now: float) -> list[Effect]:
         """Continue from what :meth:`hand_over` returned. A journal of this layout starts with a checkpoint."""
-        plan = list(self._plan)[len(self._plan) - state["plan"] :]
         workers = [[rank, incarnation, -1, []] for rank, incarnation, *_ in state["workers"]]
         self.load_state_dict({**state, "workers": workers})
-        self._plan = deque(plan)
         self._schedule.take_over(state["kept"], now)
         self.is_serving = True
         return self.checkpoint(now, first=True) if self.records.from_checkpoint else []
@@ -556,8 +546,6 @@ class Shard:
                     effects += self._release(*key)
                 case Tick():
                     pass
-        if self._plan and self._plan[0][0] <= self.clock.clock:
-            effects += self._switched(self._plan.popleft()[1])
         return effects
 
     def switch(self, model: SyncModel, apply: str = "", pulls: str = "") -> list[Effect]:

@@ -543,32 +543,3 @@ def _staleness(value: float) -> float:
     if not (value >= 0 and float(value).is_integer()):
         raise ValueError("staleness counts iterations: a whole number from 0, or inf")
     return int(value)
-
-
-# --- planned switches -----------------------------------------------------------------------------
-
-SwitchPlan = tuple[tuple[int, SyncModel], ...]
-
-
-def switch_plan_from(text: str, rate: float | None = None) -> SwitchPlan:
-    """Return the plan for ``text``; an empty text is an empty plan.
-
-    Args:
-        text: steps separated by semicolons, each a clock, = and a sync model's spec.
-        rate: the learning rate, for models that depend on it.
-
-    Raises:
-        UsageError: the text is malformed.
-    """
-    steps = []
-    for step in filter(None, (part.strip() for part in text.split(";"))):
-        clock, _, spec = step.partition("=")
-        if not clock.strip().isdecimal() or not spec:
-            raise UsageError(f"'{step}' is not a step of a plan: expected CLOCK=MODEL, such as 500=ssp:staleness=3")
-        model = sync_model_from(spec.strip())
-        if model.needs_rate and rate is not None:
-            model = model.resolved(rate)
-        steps.append((int(clock), model))
-    if [clock for clock, _ in steps] != sorted({clock for clock, _ in steps}):
-        raise UsageError(f"the clocks of the plan '{text}' are not in ascending order")
-    return tuple(steps)

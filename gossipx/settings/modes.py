@@ -227,8 +227,6 @@ class Server(AnyMode):
     sync: str = setting("bsp", check="server.sync_models:check")
     """Sync model: bsp, asp, ssp:staleness, dsps, drop:n, pssp:staleness,p or staleness,alpha, hybrid:step; one for all
     shards, or one per shard separated by '|'."""
-    sync_plan: str | None = setting(None, check="server.sync_models:switch_plan_from")
-    """Later sync models, each with the clock at which it starts: 500=ssp:staleness=3;2000=asp."""
     pulls: Literal["lazy", "soft"] = setting("lazy")
     """When delayed pulls are answered: when the clock has passed them, or (soft barrier) when it ticks."""
     apply: Literal["push", "each", "tick", "threshold"] | None = setting(None)

@@ -70,19 +70,6 @@ def test_a_switch_to_a_sync_model_for_one_server_is_refused_by_two() -> None:
     done(made, range(2))
 
 
-def test_a_plan_in_the_configuration() -> None:
-    plan = "3=ssp:staleness=2;6=hybrid:step=5/lr;9=bsp"
-    made = served.ended(served.world(3, servers="0,2", sync_plan=plan, slow={1: 1.6}))
-    for rank, index in ((0, 0), (2, 1)):
-        told = made.lines(rank, f"shard {index} switches")
-        assert [line.split(" at clock ")[0] for line in told] == [
-            f"shard {index} switches from bsp to ssp:staleness=2",
-            f"shard {index} switches from ssp:staleness=2 to hybrid:step=50",
-            f"shard {index} switches from hybrid:step=50 to bsp",
-        ]
-    done(made, range(3))
-
-
 SYNCS = [
     *("bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "dsps:staleness=1"),
     "hybrid:step=4",
@@ -121,9 +108,9 @@ def test_all_end_with_the_servers_values_after_the_slowest_worker(sync: str, see
 @pytest.mark.parametrize("begins", ["pssp:staleness=0,alpha=significance", "asp"])
 def test_workers_send_significance_from_the_start_and_after_a_switch(begins: str) -> None:
     """FluentPS, section III-E.2: alpha = |g| / |w|; a model that is switched to needs it as well."""
-    slow = {1: 3.0}
-    plan = None if begins != "asp" else "1=pssp:staleness=0,alpha=significance"
-    made = served.world(2, slow=slow, servers="0", pulls="soft", sync=begins, sync_plan=plan, iterations=30)
+    made = served.world(2, slow={1: 3.0}, servers="0", pulls="soft", sync=begins, iterations=30)
+    if begins == "asp":
+        made.switch_sync(0, 1.5, "pssp:staleness=0,alpha=significance")
     served.ended(made)
     assert shard(made).clock.counts.delayed > 0
 

@@ -401,7 +401,6 @@ def test_a_recorded_configuration_knows_what_was_given(tmp_path: Path) -> None:
         ({"servers": "0", "sync": "drop:n=9"}, 4),
         ({"servers": "0,1", "sync": "bsp|drop:n=4"}, 4),
         ({"servers": "0,1", "servers_only": True, "sync": "drop:n=2"}, 2),
-        ({"servers": "0", "sync_plan": "500=drop:n=4,late=add"}, 4),
     ],
     ids=str,
 )
@@ -409,7 +408,7 @@ def test_drop_stragglers_must_leave_out_a_worker(given: dict[str, Any], workers:
     names = [str(rank) for rank in range(4)]
     with pytest.raises(UsageError, match=rf"waits for all of {workers} workers: give bsp, or a smaller n$"):
         server_ranks(files.resolve(given), names)
-    fewer = {**given, "sync": "drop:n=1", "sync_plan": "500=drop:n=1"}
+    fewer = {**given, "sync": "drop:n=1"}
     assert server_ranks(files.resolve(fewer), names) is not None
 
 

@@ -117,9 +117,9 @@ def test_names_match_the_tables() -> None:
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.check], ids=lambda key: key.name)
 def test_settings_that_are_specs_are_completed(key: Key) -> None:
-    """Except for numbers with units, and plans."""
+    """Except for numbers with units."""
     complete = parsing.COMPLETERS.get(key.name)
-    if key.name in ("checkpoint_every", "sync_plan", "max_rate", "metrics_port"):
+    if key.name in ("checkpoint_every", "max_rate", "metrics_port"):
         assert complete is None
         return
     assert complete is not None
