@@ -49,7 +49,8 @@ def check(config: RunConfig) -> None:
     if isinstance(mode, HasOuter):
         _check_outer(mode, config.sync.init)
     if isinstance(mode, Server):
-        _check_server_codecs(config, mode)
+        if (pull := _codec(mode.pull_codec)) is not None and pull.gradients_only:
+            raise UsageError(f"--pull-codec {mode.pull_codec} is for gradients only: give it as --push-codec")
     if isinstance(mode, Pulls | Pushes | Pairs | Elastic) and mixing.mixing_from(mode.mixing).public:
         _check_public(mode)
     if isinstance(mode, Pulls | Pushes | Pairs | Waves):
@@ -86,15 +87,6 @@ def _check_outer(mode: HasOuter, init: str) -> None:
         raise UsageError(f"{option} needs the mean of all models: give --exchange waves, or --outer momentum:0.6")
     if rule.from_start and init == "own":
         raise UsageError(f"{option} needs a common initial model: leave --init own out")
-
-
-def _check_server_codecs(config: RunConfig, server: Server) -> None:
-    """Refuse a codec that cannot encode what its option is for."""
-    push, pull = map(_codec, (server.push_codec, server.pull_codec))
-    if pull is not None and pull.gradients_only:
-        raise UsageError(f"--pull-codec {server.pull_codec} is for gradients only: give it as --push-codec")
-    if config.is_given("rescale_error") and (push is None or not push.feedback):
-        raise UsageError("--rescale-error needs a --push-codec with error feedback: give one, or leave it out")
 
 
 def _check_public(mode: Pulls | Pushes | Pairs | Elastic) -> None:

@@ -190,7 +190,6 @@ def _coding(
         shapes=tuple(tuple(parameter.shape) for _, parameter in tables),
         norms=frozenset(number for number, (name, _) in enumerate(tables) if name in norm_names),
         groups=groups,
-        rescale=given.rescale_error,
         seed=random.Random(f"codec {run_seed} {rank}").getrandbits(63),
     )
 

@@ -640,17 +640,6 @@ class ErrorFeedback:
         return self.codec.encode(tensor, state, out, left=state.kept[ERROR])
 
 
-def rescale(error: Tensor, ratio: float) -> None:
-    """Scale the accumulated error of gradients by ``ratio``, the old learning rate divided by the new one.
-
-    Raises:
-        ValueError: the ratio is not a positive finite number.
-    """
-    if not (ratio > 0 and math.isfinite(ratio)):
-        raise ValueError(f"a ratio of learning rates is a positive finite number, not {ratio}")
-    error.mul_(ratio)
-
-
 def scattered(count: int, places: Tensor, values: Tensor) -> Tensor:
     """Return a vector of ``count`` elements with the values at their places, and zeros elsewhere."""
     return torch.zeros(count, dtype=torch.float32, device=values.device).index_copy_(0, places, values)

@@ -239,8 +239,6 @@ class Server(AnyMode):
     """Codec of the gradients that workers push: none, 3lc:1.75, ...; see Codecs."""
     pull_codec: str = setting("none", check="codecs:parse")
     """Codec of the table changes that workers pull: none, 3lc:1.75, ...; see Codecs."""
-    rescale_error: bool = setting(False)
-    """Scale the error feedback of --push-codec by old over new learning rate when the rate changes."""
     wait_free: bool = setting(True)
     """Send gradients as the backward pass produces them; else all at the optimizer's step."""
     overlap: bool = setting(True)

@@ -392,7 +392,7 @@ class TableClient:
         with self._encoding:
             if bucket.encoded is None:
                 if bucket.push_encoder is not None:
-                    frame = bucket.push_encoder.encode(bucket.settings)
+                    frame = bucket.push_encoder.encode()
                     sizes, source = [len(frame)], Source(frame)
                 elif self._storages.raw_pushes:
                     sizes = [sender.data.numel() * sender.data.element_size() for sender in bucket.senders]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import Codec, State, Tensors, describe, encoder
-from gossipx.codecs.base import ERROR, GATHERED, rescale
+from gossipx.codecs.base import ERROR, GATHERED
 from gossipx.errors import UsageError
 from gossipx.protocol.fields import MAX_SETTING, Setting
 from gossipx.server.placement import Partition
@@ -42,7 +42,6 @@ class Coding:
         shapes: of all tables; empty: every table counts as flat.
         norms: tables of normalisation layers, which codecs with ``small`` do not compress.
         groups: each table's parameter group in the optimizer; -1: not trained.
-        rescale: whether error feedback is rescaled when the learning rate changes.
         seed: of the codecs' random draws.
     """
 
@@ -51,7 +50,6 @@ class Coding:
     shapes: Sequence[tuple[int, ...]] = ()
     norms: frozenset[int] = frozenset()
     groups: Sequence[int] = ()
-    rescale: bool = False
     seed: int = 0
 
     def tensors(self, partitions: Sequence[Partition], dtype: torch.dtype) -> Tensors:
@@ -114,49 +112,23 @@ class PushEncoder:
         partitions: the bucket's.
         values: the bucket's gradients, flat.
         seed: of the codec's random draws.
-
-    Attributes:
-        rates: the learning rate that each table's error was made at; empty unless errors are rescaled.
     """
 
     def __init__(self, coding: Coding, partitions: Sequence[Partition], values: Tensor, seed: int):
         assert coding.push is not None
-        self._coding, self._values = coding, values
+        self._codec, self._values = coding.push, values
         self.partitions = partitions
         self._encoder = encoder(coding.push)
         self.state: State = self._encoder.init(coding.tensors(partitions, values.dtype), seed)
         self._frame = np.empty(self._encoder.most(self.state), np.uint8)
-        self.rates: dict[int, float] = {}
 
-    def encode(self, settings: Sequence[Mapping[str, Setting]]) -> memoryview:
-        """Return the frame of the current gradients; valid until the next call.
-
-        Args:
-            settings: the optimizer's hyperparameters that go with these gradients.
-        """
-        if self._coding.rescale:
-            self._rescale_error(settings)
+    def encode(self) -> memoryview:
+        """Return the frame of the current gradients; valid until the next call."""
         if _is_finite(self._values):
             frame, self.state = self._encoder.encode(self._values, self.state, self._frame)
         else:  # servers drop the whole bucket, so it must not consume the error feedback
             frame, _ = self._encoder.encode(self._values, self._encoder.init(self.state.tensors), self._frame)
         return frame
-
-    def _rescale_error(self, settings: Sequence[Mapping[str, Setting]]) -> None:
-        """Rescale the error feedback so that it moves the model as far at the new learning rate as at the old one."""
-        error = self.state.kept.get(ERROR)
-        start = 0
-        for one in self.partitions:
-            stop = start + one.stop - one.start
-            group = self._coding.groups[one.table]
-            given = settings[group].get("lr", 0.0) if 0 <= group < len(settings) else 0.0
-            rate = 0.0 if isinstance(given, tuple) else given
-            before = self.rates.get(one.table, rate)
-            if error is not None and rate > 0 and before != rate:
-                rescale(error[start:stop], before / rate)
-            if rate > 0:
-                self.rates[one.table] = rate
-            start = stop
 
     def split_vectors(self) -> dict[str, list[tuple[Partition, Tensor]]]:
         """Return the vectors that the codec keeps per element, cut by partition."""
@@ -172,12 +144,7 @@ class PushEncoder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the encoder's state for a checkpoint; tensors are not copies."""
-        return {
-            "codec": self._name,
-            "frames": self.state.frames,
-            "kept": dict(self.state.kept),
-            "rates": sorted(self.rates.items()),
-        }
+        return {"codec": self._name, "frames": self.state.frames, "kept": dict(self.state.kept)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned. From another codec's state, only the error feedback is restored.
@@ -200,12 +167,10 @@ class PushEncoder:
             )
         for theirs, ours in pairs:
             ours.copy_(theirs)
-        self.rates = dict(state["rates"])
 
     @property
     def _name(self) -> str:
-        assert self._coding.push is not None
-        return describe(self._coding.push)
+        return describe(self._codec)
 
 
 def warn_error_lost(state: dict[str, Any], name: str) -> None:
@@ -232,13 +197,11 @@ class Redistribution:
     """The push encoders' state of each element, on its way from one layout of buckets to another."""
 
     vectors: dict[str, dict[int, list[tuple[Partition, Tensor]]]] = field(default_factory=dict)
-    rates: dict[int, float] = field(default_factory=dict)
     frames: int = 0  # the most that any bucket has encoded
 
     def collect(self, pushing: PushEncoder) -> None:
         """Collect one old bucket's state."""
         self.frames = max(self.frames, pushing.state.frames)
-        self.rates |= pushing.rates
         for name, pieces in pushing.split_vectors().items():
             for partition, vector in pieces:
                 self.vectors.setdefault(name, {}).setdefault(partition.table, []).append((partition, vector))
@@ -246,7 +209,6 @@ class Redistribution:
     def fill(self, pushing: PushEncoder) -> None:
         """Fill one new bucket's state from what was collected."""
         pushing.state.frames = self.frames
-        pushing.rates = {one.table: self.rates[one.table] for one in pushing.partitions if one.table in self.rates}
         for name, pieces in pushing.split_vectors().items():
             for wanted, vector in pieces:
                 for had, kept in self.vectors.get(name, {}).get(wanted.table, []):

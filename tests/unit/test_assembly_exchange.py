@@ -191,7 +191,6 @@ def differ(one: dict[str, str], other: dict[str, str]) -> list[str]:
         ("servers_only", True),
         ("sync", "ssp:staleness=3"),
         ("sync", "bsp|asp"),
-        ("sync_plan", "500=asp"),
         ("apply", "push"),
         ("pulls", "soft"),
         ("placement", "sliced"),

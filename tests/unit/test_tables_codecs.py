@@ -28,13 +28,12 @@ def normal(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def coded(push: str = "none", pull: str = "none", rescale: bool = False, least: int = 2000, servers: int = 1) -> Side:
+def coded(push: str = "none", pull: str = "none", least: int = 2000, servers: int = 1) -> Side:
     coding = Coding(
         push=None if push == "none" else codecs.parse(push),
         pull=None if pull == "none" else codecs.parse(pull),
         shapes=SHAPES,
         groups=(0,) * len(SHAPES),
-        rescale=rescale,
     )
     return side(normal(0), servers=servers, least=least, coding=coding)
 
@@ -238,40 +237,6 @@ def errors(here: Side) -> dict[int, Tensor]:
         for partition, vector in memory.push_encoder.split_vectors()["error"]:
             made[partition.table][partition.start : partition.stop] = vector
     return made
-
-
-def test_an_error_can_follow_the_learning_rate() -> None:
-    """An error made at one learning rate moves the model as far at another."""
-    for rescale, factor in ((True, 4.0), (False, 1.0)):
-        here = coded(push="localsteps:k=2", rescale=rescale)
-        here.update(normal(1))
-        here.push()
-        here.optimizer.param_groups[0]["lr"] /= 4
-        here.update(normal(2))
-        was = table(here).clone()
-        here.push()
-        moved = was - table(here)
-        assert torch.allclose(moved, 0.125 * (factor * normal(1)[0] + normal(2)[0]), atol=1e-5)
-
-
-def test_learning_rates_move_with_their_errors() -> None:
-    """Servers change between two iterations, and so does the learning rate."""
-    lefts = []
-    for moves in (False, True):
-        here = coded(push="localsteps:k=9", rescale=True, servers=2, least=0)
-        here.update(normal(1))
-        here.push()
-        if moves:
-            shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
-            shards[1].append(Partition(3, 150, 400))
-            here.client.place(Layout((0, 1), shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]]), epoch=1)
-        here.optimizer.param_groups[0]["lr"] /= 4
-        here.update([torch.zeros(shape) for shape in SHAPES])
-        for place in here.whole:
-            here.client.encode(place)
-        lefts.append(errors(here))
-    assert torch.allclose(lefts[0][0], 4 * normal(1)[0].view(-1), atol=1e-5)
-    assert all(torch.allclose(lefts[0][number], one) for number, one in lefts[1].items())
 
 
 def changes(here: Side, place: tuple[int, int] = (0, 0)) -> Changes:
