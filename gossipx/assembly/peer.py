@@ -204,7 +204,7 @@ class _Builder:
 
     def checkpoints(self, driver: Driver, optimizers: Optimizers, policy: str) -> Checkpoints:
         """Return the checkpoints of the peer, given the description of its policy."""
-        run, place, exchange = self.config.run, self.place, driver.role.exchange
+        run, place = self.config.run, self.place
         about = {
             "--policy": policy.partition(":")[0],
             "--outer": self.config.values["outer"],
@@ -220,7 +220,6 @@ class _Builder:
             place.resumes,
             place.resumes_at,
             place.is_added,
-            (lambda: exchange.worker.checkpoint_at) if isinstance(exchange, ServerMode) and exchange.trains else None,
         )
 
     def recorder(self, policy: str, resumed_at: int | None) -> Recorder:

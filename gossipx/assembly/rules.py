@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gossipx import mixing, outer
 from gossipx.errors import UsageError
+from gossipx.settings.interval import CheckpointInterval
 from gossipx.settings.modes import (
     Elastic,
     HasOuter,
@@ -51,6 +52,8 @@ def check(config: RunConfig) -> None:
     if isinstance(mode, Server):
         if (pull := _codec(mode.pull_codec)) is not None and pull.gradients_only:
             raise UsageError(f"--pull-codec {mode.pull_codec} is for gradients only: give it as --push-codec")
+        if CheckpointInterval.parse(every := str(config.run.checkpoint_every)).seconds:
+            raise UsageError(f"--checkpoint-every {every} with servers: give iterations, at which all peers can resume")
     if isinstance(mode, Pulls | Pushes | Pairs | Elastic) and mixing.mixing_from(mode.mixing).public:
         _check_public(mode)
     if isinstance(mode, Pulls | Pushes | Pairs | Waves):

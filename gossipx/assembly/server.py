@@ -137,7 +137,7 @@ def server_plan(
         rate: the initial learning rate; None: the optimizer has none.
     """
     syncs = sync_models_by_shard(given, len(ranks), own.sync)
-    every = CheckpointInterval.parse(str(config.run.checkpoint_every))
+    every = CheckpointInterval.parse(str(config.run.checkpoint_every)).iterations
 
     def clock_of(index: int) -> ShardClock:
         model = syncs[index % len(syncs)]

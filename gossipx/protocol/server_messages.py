@@ -62,7 +62,6 @@ class TablesReply(messages.Reply, frozen=True):
         clock: V_train of the shard, at which a worker that is behind continues.
         parts: the contents of the payload.
         sync: the sync model of the shard since a switch; empty: the initial one.
-        keep: the clock of the next checkpoint, where checkpoints are due by wall-clock time.
         base: checksum of the values that the payload changes; 0: plain values.
         restarted_at: the clock at which the shard continued when its server was last restarted, 0 without any of its
             state; −1: it was not restarted.
@@ -71,7 +70,6 @@ class TablesReply(messages.Reply, frozen=True):
     clock: fields.Count
     parts: fields.Parts
     sync: fields.Text = ""
-    keep: fields.Count = 0
     base: fields.Count = 0
     restarted_at: fields.CountOrNone = -1
 
@@ -97,7 +95,6 @@ class GradientRequest(messages.Request, frozen=True):
         settings: current settings of the optimizer's parameter groups at the sender, in order.
         patience: seconds that the sender waits.
         epoch: of the sender's layout.
-        keep: the clock of the next checkpoint of all shards, as last announced to the sender.
     """
 
     shard: fields.Rank
@@ -108,7 +105,6 @@ class GradientRequest(messages.Request, frozen=True):
     settings: fields.Groups
     patience: fields.Seconds
     epoch: fields.Count = 0
-    keep: fields.Count = 0
 
 
 @fields.kind(28, answers=(TablesReply, PlacedReply, PushAgainReply, messages.BusyReply, messages.NotReadyReply))

@@ -66,8 +66,6 @@ class Checkpoints:
         resumes: whether the run resumes from checkpoints; the newest complete one is then loaded here.
         at: the iteration of the checkpoint to resume from; None: the newest.
         is_added: whether this peer has had no part in the run so far: checkpoints that it finds are not used.
-        servers_due: for a worker of servers whose interval is in seconds: returns the iteration at which the servers
-            take a checkpoint, so that all peers take one at the same iteration. None: this peer's clock decides.
 
     Attributes:
         skipped: number of checkpoints that were due while the previous one was being written.
@@ -84,15 +82,12 @@ class Checkpoints:
         resumes: bool,
         at: int | None = None,
         is_added: bool = False,
-        servers_due: Callable[[], int] | None = None,
     ):
         self.skipped = 0
         self.failed = 0
         self._store = store
         self._every = every
         self._state = state
-        self._servers_due = servers_due
-        self._servers_last = 0
         self.found = store.load(at) if store is not None and resumes and not is_added else None
         self.resumed = self.found is not None if resumes else None
         if store is not None and not resumes and not is_added and store.find() is not None:
@@ -213,11 +208,6 @@ class Checkpoints:
             # Compare multiples, not remainders: a hub that does not train is not checked at each iteration.
             before, self._checked = self._checked, self._state.iteration
             return self._checked // self._every.iterations > before // self._every.iterations
-        if self._servers_due is not None:
-            iteration = self._servers_due()
-            due = self._servers_last < iteration <= self._state.iteration
-            self._servers_last = iteration if due else self._servers_last
-            return due
         return time.monotonic() >= self._due
 
     def _take(self, figures: Figures) -> None:

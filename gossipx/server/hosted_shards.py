@@ -58,9 +58,8 @@ class HostedShards:
 
     def make(self, index: int, clock: ShardClock, layout: Layout) -> Shard:
         """Make a shard of ``layout``, to be hosted or replicated here."""
-        plan, leads = self._plan, not any(layout.buckets[:index])
-        shard = Shard(index, layout.buckets[index], clock, self._context.requests, plan.every, leads)
-        shard.records = JournalRecords(index, self.epoch) if plan.journals else shard.records
+        shard = Shard(index, layout.buckets[index], clock, self._context.requests, self._plan.every)
+        shard.records = JournalRecords(index, self.epoch) if self._plan.journals else shard.records
         return shard
 
     def fresh(self, index: int, servers: Sequence[int]) -> Shard:
@@ -161,7 +160,7 @@ class HostedShards:
 
     # --- checkpoints and handover ------------------------------------------------------------------
 
-    def checkpoint(self, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
+    def checkpoint(self, last: bool = False, leaves: bool = False) -> list[Effect]:
         """Take the checkpoints that are due.
 
         Args:
@@ -169,7 +168,7 @@ class HostedShards:
             leaves: this peer is about to leave: checkpoint all shards now, and any that it still receives.
         """
         self._leaves = self._leaves or leaves
-        return [effect for shard in self.shards.values() for effect in shard.checkpoint(now, last, leaves=leaves)]
+        return [effect for shard in self.shards.values() for effect in shard.checkpoint(last, leaves=leaves)]
 
     def hand_over(self) -> tuple[str, str]:
         """Return what shards of another layout continue with: the state of shard 0, and its sync model."""
@@ -191,9 +190,9 @@ class HostedShards:
         started = [
             effect
             for shard in self.shards.values()
-            for effect in (shard.take_over(json.loads(state), now) if state else [self._restore_tables(shard)])
+            for effect in (shard.take_over(json.loads(state)) if state else [self._restore_tables(shard)])
         ]
         self._counted_before = (0, 0)
         self._counted_before = done[0] - self.contributions, done[1] - self.delayed_pulls
         # A leaving peer also checkpoints shards that another leaving peer hands to it.
-        return [*started, *closed, *(self.checkpoint(now, leaves=True) if self._leaves else [])]
+        return [*started, *closed, *(self.checkpoint(leaves=True) if self._leaves else [])]

@@ -362,7 +362,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def _follow_up(self, effects: list[Effect], now: float) -> list[Effect]:
         """Add what follows any event: due checkpoints, records to send, and the periodic check."""
-        effects = effects + self.hosted.checkpoint(now)  # last, so that checkpoints include this event
+        effects = effects + self.hosted.checkpoint()  # last, so that checkpoints include this event
         effects += self._replication.send(now)
         changes = self.migration.busy or self.coordinator.busy or self.hosted.unconfirmed
         waits = changes or any(shard.waiting for shard in self.shards.values())
@@ -377,7 +377,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self.worker.stop()
         self.migration.release()
         training = [rank for rank in self._training() if rank != self._context.rank]
-        kept = self.hosted.checkpoint(now, leaves=True)
+        kept = self.hosted.checkpoint(leaves=True)
         if not (self.shards and training and self.hosted.ready) or self._finishing or self._plan.fixed:
             return kept
         return self._follow_up(
@@ -419,4 +419,4 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def fetch_final_model(self, now: float) -> list[Effect] | None:
         """Pull the servers' final tables, which become every worker's final model."""
         self._finishing = True
-        return [*self.hosted.checkpoint(now, last=True), *self._answered_all(self.worker.begin(now), now)]
+        return [*self.hosted.checkpoint(last=True), *self._answered_all(self.worker.begin(now), now)]

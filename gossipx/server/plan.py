@@ -15,7 +15,6 @@ from gossipx.server.sync_models import (
     check_workers,
     sync_model_from,
 )
-from gossipx.settings.interval import CheckpointInterval
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
 from gossipx.specs import rank_of
@@ -33,7 +32,7 @@ class ServerPlan:
         holders: for each shard, the rank that holds it, followed by the rank of its replica if it has one.
         syncs: each shard's first sync model.
         rate: the learning rate, for sync models that depend on it; None: unknown.
-        every: the interval between two checkpoints of a shard, in ticks or seconds.
+        every: the interval between two checkpoints of a shard, in ticks; 0: none are taken at intervals.
         fixed: why the servers cannot be changed, in one line; empty: they can.
     """
 
@@ -44,7 +43,7 @@ class ServerPlan:
     holders: tuple[tuple[int, ...], ...]
     syncs: tuple[SyncModel, ...]
     rate: float | None
-    every: CheckpointInterval
+    every: int
     fixed: str
 
     @property

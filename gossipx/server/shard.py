@@ -45,7 +45,6 @@ from gossipx.server.conditions import SyncModel
 from gossipx.server.requests import Deferred, defer, put_off
 from gossipx.server.shard_clock import BufferDue, Decision, Handling, Release, ShardClock, Tick
 from gossipx.server.sync_models import spec_of, sync_model_from
-from gossipx.settings.interval import CheckpointInterval
 
 MOST_ENTRIES = 500
 """The number of entries at which a record without a gradient is made."""
@@ -118,62 +117,6 @@ class JournalRecords(Records):
         return [replace(one, in_order=True) if isinstance(one, Answer) else one for one in effects]
 
 
-NOTICE = 2
-"""Ticks between the moment when a checkpoint by seconds becomes due and the checkpoint itself. With bsp, two are enough
-to tell all shards and workers: at clock c the replies of the current tick are already sent, the next replies tell the
-workers before they compute iteration c + 1, and their pushes of that iteration tell the other shards before these tick
-to c + 2.
-"""
-
-
-class CheckpointSchedule:
-    """Decides when to take a checkpoint of one shard.
-
-    Args:
-        every: the interval between two checkpoints, in ticks or seconds.
-        leads: whether this shard announces a checkpoint by seconds to all other shards and workers.
-
-    Attributes:
-        due_clock: the clock of the next checkpoint by seconds, or of the last one if none is scheduled.
-        last_clock: the clock of the last checkpoint.
-        last_time: when that was taken, or when the shard began.
-    """
-
-    def __init__(self, every: CheckpointInterval, leads: bool):
-        self.due_clock = self.last_clock = 0
-        self.last_time = 0.0
-        self._every = every
-        self._leads = leads
-        self._handed_over = False
-
-    def take_over(self, last_clock: int, now: float) -> None:
-        """Continue after the last checkpoint of another layout. It does not fit this layout, so the next one is taken
-        even if the clock has not advanced.
-        """
-        self.last_clock, self.last_time, self._handed_over = last_clock, now, True
-
-    def take(self, clock: int, now: float, last: bool, first: bool, leaves: bool) -> bool:
-        """Return whether to take a checkpoint now, and if so record it as taken.
-
-        Args:
-            clock: the shard's.
-            now: in seconds.
-            last: training is over.
-            first: the shard begins.
-            leaves: the shard's holder is about to leave.
-        """
-        ticks, seconds = self._every.iterations, self._every.seconds
-        if seconds and self._leads and self.due_clock <= self.last_clock and now - self.last_time >= seconds:
-            self.due_clock = clock + NOTICE
-        by_ticks = ticks and clock // ticks > self.last_clock // ticks
-        at_an_end = (last or first) and (ticks or seconds)
-        due = leaves or self.last_clock < self.due_clock <= clock or by_ticks or at_an_end
-        if (clock == self.last_clock and not (first or self._handed_over)) or not due:
-            return False
-        self.last_clock, self.last_time, self._handed_over = clock, now, False
-        return True
-
-
 @dataclass
 class WaitingPull:
     """A pull of one bucket that has not been answered yet."""
@@ -216,8 +159,7 @@ class Shard:
         buckets: the number of buckets.
         clock: knows the workers that the run begins with.
         requests: the role's open requests; numbers tickets.
-        every: the interval between two checkpoints, in ticks or seconds.
-        leads: whether this shard announces checkpoints by seconds to all others.
+        every: ticks between two checkpoints; 0: none are taken at intervals.
 
     Attributes:
         records: logs what happens to the shard, for its journal or replica.
@@ -233,14 +175,15 @@ class Shard:
         buckets: int,
         clock: ShardClock,
         requests: Requests,
-        every: CheckpointInterval,
-        leads: bool = True,
+        every: int,
     ):
         self.index = index
         self.clock = clock
         self.records = Records(index)
         self._initial_sync = clock.model
-        self._schedule = CheckpointSchedule(every, leads)
+        self._every = every
+        self._kept_at = 0  # the clock of the last checkpoint
+        self._handed_over = False  # that one is of another layout
         self.restored = self.run_resumes = False
         self.restarted_at = -1
         self._buckets = buckets
@@ -252,7 +195,7 @@ class Shard:
     def begin(self, now: float) -> list[Effect]:
         """Start once all peers have reached START: fill the tables with this peer's own model, unless restored."""
         fill: list[Effect] = [] if self.restored else [FillTables(self.index)]
-        return [*fill, *self.checkpoint(now, first=self.records.from_checkpoint), *self.serve(now)]
+        return [*fill, *self.checkpoint(first=self.records.from_checkpoint), *self.serve(now)]
 
     def begin_again(self, clock: int, now: float) -> list[Effect]:
         """Start without the state that the shard had when its server was killed, with the model of a worker that has
@@ -274,7 +217,7 @@ class Shard:
 
     def serve(self, now: float) -> list[Effect]:
         """Answer workers from now on."""
-        self.is_serving, self._schedule.last_time = True, now
+        self.is_serving = True
         early, self._early = self._early, []
         return [effect for event, request in early for effect in self.requested(event, request, now)]
 
@@ -290,7 +233,7 @@ class Shard:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def checkpoint(self, now: float, last: bool = False, first: bool = False, leaves: bool = False) -> list[Effect]:
+    def checkpoint(self, last: bool = False, first: bool = False, leaves: bool = False) -> list[Effect]:
         """Take a checkpoint if one is due.
 
         Args:
@@ -298,11 +241,15 @@ class Shard:
             first: the shard begins.
             leaves: the shard's holder is about to leave, so one is due in any case.
         """
-        if not self._schedule.take(self.clock.clock, now, last, first, leaves):
+        clock, every = self.clock.clock, self._every
+        by_ticks = every and clock // every > self._kept_at // every
+        due = leaves or by_ticks or ((last or first) and every)
+        if not due or (clock == self._kept_at and not (first or self._handed_over)):
             return []
+        self._kept_at, self._handed_over = clock, False
         # Flush the log first: what the checkpoint contains must not appear in a later record.
         flushed = self.records.flush()
-        return [*flushed, KeepShard(self.index, self.clock.clock, self.state_dict())]
+        return [*flushed, KeepShard(self.index, clock, self.state_dict())]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next decision depends on, as JSON data, without waiting pulls: workers repeat those."""
@@ -323,7 +270,7 @@ class Shard:
             for rank, incarnation, receiving, received in state["workers"]
         }
         self.records.number = state[NEXT_RECORD]
-        self._schedule.last_clock, self.restored = self.clock.clock, True
+        self._kept_at, self.restored = self.clock.clock, True
 
     def resume(self, state: dict[str, Any], together: bool) -> None:
         """Restore a checkpoint in a resumed run, in which all workers begin at the shard's clock.
@@ -370,15 +317,18 @@ class Shard:
 
     def hand_over(self) -> dict[str, Any]:
         """Return the state that shards of another layout continue with, as plain data. No push may be in flight."""
-        return {**self.state_dict(), NEXT_RECORD: 0, "kept": self._schedule.last_clock}
+        return {**self.state_dict(), NEXT_RECORD: 0, "kept": self._kept_at}
 
-    def take_over(self, state: dict[str, Any], now: float) -> list[Effect]:
-        """Continue from what :meth:`hand_over` returned. A journal of this layout starts with a checkpoint."""
+    def take_over(self, state: dict[str, Any]) -> list[Effect]:
+        """Continue from what :meth:`hand_over` returned. A journal of this layout starts with a checkpoint.
+
+        The last checkpoint of the other layout does not fit, so the next one is taken even if the clock stays.
+        """
         workers = [[rank, incarnation, -1, []] for rank, incarnation, *_ in state["workers"]]
         self.load_state_dict({**state, "workers": workers})
-        self._schedule.take_over(state["kept"], now)
+        self._kept_at, self._handed_over = state["kept"], True
         self.is_serving = True
-        return self.checkpoint(now, first=True) if self.records.from_checkpoint else []
+        return self.checkpoint(first=True) if self.records.from_checkpoint else []
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
         """Stop serving, since the shard moves elsewhere, and answer all waiting pulls with ``reply``."""
@@ -398,8 +348,6 @@ class Shard:
             return []
         if not self.is_serving or request.bucket >= self._buckets:
             return [Answer(event.key, NotReadyReply("it does not have these tables yet"), now + request.patience)]
-        if isinstance(request, GradientRequest):
-            self._schedule.due_clock = max(self._schedule.due_clock, request.keep)
         effects: list[Effect] = []
         known = self._workers.get(event.sender)
         if known is None or known.incarnation != request.incarnation:
@@ -571,7 +519,7 @@ class Shard:
 
     def _answer(self, waiting: WaitingPull) -> Answer:
         sync = "" if self.clock.model is self._initial_sync else spec_of(self.clock.model)
-        reply = TablesReply(self.clock.clock, (), sync, self._schedule.due_clock, restarted_at=self.restarted_at)
+        reply = TablesReply(self.clock.clock, (), sync, restarted_at=self.restarted_at)
         tables = None if waiting.requested.bucket < 0 else waiting.requested
         return replace(waiting.deferred.answer(reply), tables=tables)
 

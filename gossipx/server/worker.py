@@ -135,7 +135,6 @@ class Worker:
 
     Attributes:
         is_mid_iteration: an iteration has computed some of its gradients, but not all.
-        checkpoint_at: the iteration after which to take a checkpoint, as announced by servers; 0: none yet.
     """
 
     def __init__(
@@ -148,7 +147,6 @@ class Worker:
         overlap: bool = True,
         syncs: Sequence[SyncModel] = (),
     ):
-        self.checkpoint_at = 0
         self._context = context
         self._replies, self._answered = replies, answered
         self._overlap = overlap
@@ -308,9 +306,7 @@ class Worker:
         incarnation = self._context.incarnation
         while link.ready and len(link.pushing) < MAX_OPEN:
             bucket = link.ready.popleft()
-            push = GradientRequest(
-                shard, bucket, incarnation, self._progress, (), (), patience, self._epoch, self.checkpoint_at
-            )
+            push = GradientRequest(shard, bucket, incarnation, self._progress, (), (), patience, self._epoch)
             send = self._send(shard, push, now)
             link.pushing[send.ticket] = bucket, self._progress
             effects.append(send)
@@ -383,7 +379,6 @@ class Worker:
             return [Forget(ticket), *waits, self._not_ready(shard, asked, now)]
         restart = self._note_restart(shard, reply)
         self._next = max(self._next, link.pulled + 1, reply.clock)
-        self.checkpoint_at = max(self.checkpoint_at, reply.keep)
         if reply.sync != link.sync_spec:  # the sync model was switched
             link.sync_spec = reply.sync
             link.sync = sync_model_from(reply.sync) if reply.sync else self._initial_syncs[shard]

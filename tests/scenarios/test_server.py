@@ -21,7 +21,6 @@ from gossipx.protocol.effects import Answer, Effect
 from gossipx.protocol.events import Event, Received, TablesRestored
 from gossipx.protocol.messages import Stage
 from gossipx.protocol.server_messages import TablesReply, TablesRequest
-from gossipx.protocol.table_effects import KeepShard
 from gossipx.server.conditions import Conditions, Pull, View
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
@@ -129,38 +128,6 @@ def test_custom_conditions_receive_significance_on_request() -> None:
 
 
 # --- checkpoints --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("servers", ["0", "0,1", "2,0,1"])
-@pytest.mark.parametrize("seed", seeds(4))
-def test_checkpoints_by_seconds_are_taken_at_one_iteration(
-    servers: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With bsp, workers begin iteration k with a shard's values after k ticks, so the run can resume."""
-    kept: dict[int, list[int]] = {}
-    told: dict[int, list[int]] = {}
-    keep, step_ended = Shard.checkpoint, ServerMode.step_ended
-
-    def keeps(self: Shard, *given: Any, **named: Any) -> list[Effect]:
-        made = keep(self, *given, **named)
-        kept.setdefault(self.index, []).extend(one.clock for one in made if isinstance(one, KeepShard))
-        return made
-
-    def passes(self: ServerMode, now: float) -> list[Effect]:
-        told.setdefault(self._context.rank, []).append(self.worker.checkpoint_at)
-        return step_ended(self, now)
-
-    monkeypatch.setattr(Shard, "checkpoint", keeps)
-    monkeypatch.setattr(ServerMode, "step_ended", passes)
-    slow = {rank: random.Random(seed).uniform(0.5, 2.0) for rank in range(3)}
-    network = Network(delay=0.1, jitter=0.5)
-    options = {"servers": servers, "checkpoint_every": "4s", "iterations": 30}
-    served.ended(served.world(3, seed, network, slow, **options))
-    (clocks,) = {tuple(one) for one in kept.values()}
-    assert clocks[0] == 0 and clocks[-1] == 30 and len(clocks) > 5, "at the beginning, at the end, and between"
-    for of_worker in told.values():
-        due = [done for done, checkpoint_at in enumerate(of_worker, 1) if checkpoint_at == done < 30]
-        assert due == list(clocks[1:-1])
 
 
 @pytest.mark.parametrize("index", [0, 1])

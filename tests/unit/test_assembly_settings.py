@@ -113,6 +113,7 @@ MOMENTUM = {"outer": "momentum:0.6"}
         ({"codec": "3lc", "hub": "0"}, "--codec 3lc is for peers that exchange with each other, and with --hub 0"),
         ({"mixing": "choco", "hub": "0"}, "--mixing choco mixes encoded differences, and with --hub models are sent"),
         ({"pull_codec": "dgc", "servers": "0"}, "--pull-codec dgc is for gradients only: give it as --push-codec"),
+        ({"checkpoint_every": "60s", "servers": "0"}, "--checkpoint-every 60s with servers: give iterations"),
         ({"references": 3}, "--references 3 needs a --codec: give one, or leave it out"),
         ({"mixing": "choco"}, "--mixing choco mixes encoded differences: give --codec, such as 3lc"),
         ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes encoded differences:"),

@@ -31,7 +31,6 @@ from gossipx.server.shard import JournalRecords, Records, Shard
 from gossipx.server.shard_clock import ShardClock
 from gossipx.server.sync_models import sync_model_from
 from gossipx.settings import files
-from gossipx.settings.interval import CheckpointInterval
 from gossipx.tables.store import Gradient
 
 EVERY = 2
@@ -80,7 +79,7 @@ class Server:
     def fresh(self, index: int, servers: Sequence[int]) -> Shard:
         assert list(servers) == [self._epoch]
         clock = ShardClock(sync_model_from("asp"), workers=[0])
-        made = Shard(index, len(self.side.cut[0]), clock, Requests(), CheckpointInterval(EVERY))
+        made = Shard(index, len(self.side.cut[0]), clock, Requests(), EVERY)
         made.records = JournalRecords(index, self._epoch)
         return made
 
@@ -95,7 +94,7 @@ class Server:
         self.side.table_store.load_state_dict(0, before.side.table_store.state_dict(0))
         self._place(epoch)
         self.shard = self.fresh(0, (epoch,))
-        self._do(self.shard.take_over(state, 0.0))
+        self._do(self.shard.take_over(state))
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -111,7 +110,7 @@ class Server:
             assert gradient is not None
             gradient.take(0, memoryview(content))
             effects = self.shard.requested(Received(0, place, request), request, 0.0)
-            self._do([*effects, *self.shard.checkpoint(0.0)], gradient)
+            self._do([*effects, *self.shard.checkpoint()], gradient)
 
     def _do(self, effects: list[Effect], gradient: Gradient | None = None) -> None:
         for effect in effects:
@@ -211,15 +210,15 @@ def test_a_leaving_server_saves_the_shard_it_was_handed_at_that_clock(tmp_path: 
     """All peers got SIGTERM; the shard's earlier server has a checkpoint of this clock, but of the old layout."""
 
     def kept(shard: Shard) -> list[int]:
-        return [one.clock for one in shard.checkpoint(0.0, leaves=True) if isinstance(one, KeepShard)]
+        return [one.clock for one in shard.checkpoint(leaves=True) if isinstance(one, KeepShard)]
 
     server = Server(tmp_path)
     server.push(0)
     assert kept(server.shard) == [1]
     after = server.fresh(0, (0,))
     after.records = Records(0)
-    assert after.take_over(server.shard.hand_over(), 0.0) == [], "there are no journals"
-    assert after.checkpoint(0.0) == [], "none is due"
+    assert after.take_over(server.shard.hand_over()) == [], "there are no journals"
+    assert after.checkpoint() == [], "none is due"
     assert kept(after) == [1]
     assert kept(after) == []
 
