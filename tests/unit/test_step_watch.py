@@ -212,33 +212,6 @@ def test_values_that_are_loaded_at_the_end_are_not_told(loop: Loop, caplog: Any)
     assert told(caplog) == []
 
 
-def test_a_copy_that_is_trained_instead_of_the_joined_model_is_told(loop: Loop, caplog: Any) -> None:
-    loop.train(loop.join(sgd(loop.model)), 40)
-    copied = copy.deepcopy(loop.model)
-    groups = [{"params": [*copied[0].parameters()]}, {"params": [*copied[2].parameters()]}]
-    optimizer = torch.optim.Adam(reversed(groups))
-    for _ in range(2 * PATIENCE):
-        optimizer.zero_grad()
-        copied(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-    (line,) = told(caplog)
-    assert line.startswith("20 steps of Adam since iteration 40 train a copy of the joined model, or ")
-
-
-def test_a_copy_that_is_trained_in_each_iteration_is_not_told(loop: Loop, caplog: Any) -> None:
-    """As in Reptile, and with two models that teach each other."""
-    joined = loop.join(sgd(loop.model))
-    for _ in range(PATIENCE):
-        copied = copy.deepcopy(loop.model)
-        optimizer = sgd(copied)
-        for _ in range(5):
-            copied(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        loop.train(joined, 1)
-    loop.watch.training_ended()
-    assert told(caplog) == []
-
-
 def test_an_optimizer_of_another_model_is_not_told(loop: Loop, caplog: Any) -> None:
     """Such as a GAN's discriminator that is not joined."""
     discriminator = nn.Linear(1, 1)

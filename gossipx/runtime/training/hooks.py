@@ -37,7 +37,7 @@ class Hooks:
         schedule_free: ScheduleFree | None,
     ):
         self.backward = backward
-        self.watch = StepWatch(module, optimizers, copies=backward is None)
+        self.watch = StepWatch(module, optimizers)
         self.before_leaving: list[Callable[[], None]] = []
         self._optimizers = optimizers
         self._schedule_free = schedule_free

@@ -13,7 +13,6 @@ many backward passes without an iteration compare values too. gossipx mixes mode
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,19 +39,15 @@ class StepWatch:
     Args:
         module: the joined model.
         optimizers: the joined optimizers.
-        copies: whether steps of an optimizer over parameters of the same sizes count, too. Not with a server in this
-            process, which makes such steps.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Optimizers, *, copies: bool = True):
+    def __init__(self, module: nn.Module, optimizers: Optimizers):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._known = {id(parameter) for parameter in parameters}
-        self._sizes = _sizes(parameters) if copies else []
         self._optimizers = optimizers
         self._in_step = False  # LBFGS computes gradients in its step
         self._steps = 0  # since the last iteration
         self._by = ""  # the class of the optimizer that made the last of them
-        self._of_copies = 0  # steps of optimizers that train a copy of the model, since the last iteration
         self._changes = 0  # found by backward passes, since the last iteration
         self._backwards = 0  # since the last iteration; these two count each probe
         self._usual = 0  # the most updates between two earlier iterations
@@ -78,9 +73,9 @@ class StepWatch:
 
     def iteration_done(self, iteration: int) -> None:
         """Record an iteration."""
-        self._usual = max(self._usual, self._steps, self._changes, self._of_copies)
+        self._usual = max(self._usual, self._steps, self._changes)
         self._usual_backwards = max(self._usual_backwards, self._backwards)
-        self._steps = self._changes = self._of_copies = self._backwards = 0
+        self._steps = self._changes = self._backwards = 0
         self._iteration = iteration
         self._in_step = False
         for key, probe in self._probes.items():
@@ -102,7 +97,7 @@ class StepWatch:
         self._in_step = self._in_step or optimizer in self._optimizers.all
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Count a step that ends no iteration, if it trains this model or a copy of it."""
+        """Count a step that trains this model and ends no iteration."""
         joined = optimizer in self._optimizers.all
         if joined:
             self._in_step = False
@@ -112,10 +107,6 @@ class StepWatch:
             self._steps += 1
             self._by = f" by {type(optimizer).__name__}"
             self._tell_if_many(self._steps)
-        elif self._sizes and _sizes(p for p in parameters_of(optimizer) if p.grad is not None) == self._sizes:
-            self._of_copies += 1
-            if self._are_many(self._of_copies):
-                self._tell_of_copy(optimizer)
 
     def _computed(self, parameter: torch.Tensor) -> None:
         """Compare a parameter whose gradient was computed with its state at the backward pass before."""
@@ -131,11 +122,8 @@ class StepWatch:
             self._changes += 1
             self._tell_if_many(self._changes // len(self._probes))
 
-    def _are_many(self, updates: int) -> bool:
-        return updates >= PATIENCE + USUAL * self._usual
-
     def _tell_if_many(self, updates: int) -> None:
-        if self._are_many(updates):
+        if updates >= PATIENCE + USUAL * self._usual:
             self._tell(updates)
 
     def _tell(self, updates: int) -> None:
@@ -155,20 +143,6 @@ class StepWatch:
             self._iteration,
             remedy,
         )
-
-    def _tell_of_copy(self, optimizer: torch.optim.Optimizer) -> None:
-        self._told = True
-        log.warning(
-            "%d steps of %s since iteration %d train a copy of the joined model, or another of its sizes, and nothing"
-            " trains the joined one: peers exchange only that; train it, not a copy",
-            self._of_copies,
-            type(optimizer).__name__,
-            self._iteration,
-        )
-
-
-def _sizes(parameters: Iterable[torch.Tensor]) -> list[int]:
-    return sorted(parameter.numel() for parameter in parameters)
 
 
 def _values(parameter: torch.Tensor) -> int | None:
