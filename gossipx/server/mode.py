@@ -38,7 +38,7 @@ from gossipx.server.replication import FOLLOW, RECORDS, Replica, Replication
 from gossipx.server.requests import Replies
 from gossipx.server.shard import Shard
 from gossipx.server.switches import SyncModelSwitch
-from gossipx.server.worker import AGAIN, Worker
+from gossipx.server.worker import AGAIN, ShardLink, Worker
 
 WATCH = "watch"
 """The timer of the periodic check while pulls wait or servers change."""
@@ -80,7 +80,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self._replication = Replication(
             *(context, self._replies, self.shards, self._training, plan.holders),
             fresh=lambda index: self.hosted.fresh(index, plan.layout.servers),
-            begin=self.hosted.begin,
+            start=self.hosted.begin,
             use_holders=lambda index, ranks: self.worker.use_holders(index, ranks),
             ask_for_signs=self._ask_for_signs,
         )
@@ -93,8 +93,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             else:
                 self.shards[index] = shard
         common = context, self._replies
-        shape = plan.holders, plan.layout.buckets
-        self.worker = Worker(*common, self._worker_answered, *shape, plan.settings.overlap, plan.syncs)
+        links = [ShardLink(*one) for one in zip(plan.holders, plan.layout.buckets, plan.syncs, strict=True)]
+        self.worker = Worker(*common, self._worker_answered, links, plan.settings.overlap)
         self._sync_model_switch = SyncModelSwitch(
             *common, self.shards, self.worker.holder, len(self._workers()), plan.rate, self.migration
         )

@@ -290,55 +290,48 @@ class _Pair:
         return self.number, self.holder
 
 
+@dataclass
 class Replication:
     """One peer's part in all replicated shards. Methods return the effects to carry out.
 
-    Args:
+    Attributes:
         context: the role's.
         replies: the table of reply handlers.
         shards: the hosted shards; changed here.
         training: returns the ranks that train.
-        holders: by shard, the rank of its first holder, followed by that of its replica if it has one.
+        first: by shard, the rank of its first holder, followed by that of its replica if it has one.
         fresh: makes a shard in its initial state, given its index.
-        begin: starts a shard in its initial state.
+        start: starts a shard in its initial state.
         use_holders: makes this peer's worker use other holders of a shard.
         ask_for_signs: asks peers for a sign of life.
-
-    Attributes:
         replicas: the shards that this peer follows, or whose holder is not known yet.
     """
 
-    def __init__(
-        self,
-        context: PeerContext,
-        replies: Replies,
-        shards: dict[int, Shard],
-        training: Callable[[], Sequence[int]],
-        holders: Sequence[tuple[int, ...]],
-        fresh: Callable[[int], Shard],
-        begin: Callable[[Shard, float], list[Effect]],
-        use_holders: Callable[[int, tuple[int, ...]], None],
-        ask_for_signs: Callable[[set[int], float], list[Effect]],
-    ):
-        self._context = context
-        self._replies = replies
-        self._shards = shards
-        self._training = training
-        self._fresh, self._begin, self._use_holders, self._first = fresh, begin, use_holders, holders
-        self._ask_for_signs = ask_for_signs
-        self._pairs = {index: _Pair(0, ranks[0], ranks[1]) for index, ranks in enumerate(holders) if len(ranks) > 1}
-        self.replicas: dict[int, Replica] = {}
+    context: PeerContext
+    replies: Replies
+    shards: dict[int, Shard]
+    training: Callable[[], Sequence[int]]
+    first: Sequence[tuple[int, ...]]
+    fresh: Callable[[int], Shard]
+    start: Callable[[Shard, float], list[Effect]]
+    use_holders: Callable[[int, tuple[int, ...]], None]
+    ask_for_signs: Callable[[set[int], float], list[Effect]]
+    replicas: dict[int, Replica] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        paired = ((index, ranks) for index, ranks in enumerate(self.first) if len(ranks) > 1)
+        self._pairs = {index: _Pair(0, ranks[0], ranks[1]) for index, ranks in paired}
 
     @property
     def holders(self) -> list[tuple[int, ...]]:
         """For each shard, the ranks that may hold it."""
-        first = enumerate(self._first)
+        first = enumerate(self.first)
         return [self._pairs[index].ranks if index in self._pairs else ranks for index, ranks in first]
 
     def follow(self, shard: Shard, holder: int, initial_holder: bool = False) -> Replica:
         """Follow a shard that ``holder`` serves; an ``initial_holder`` will hold it unless another peer does."""
         answered = partial(self._copy_answered, shard.index)
-        self.replicas[shard.index] = Replica(shard, holder, self._context, self._replies, answered, initial_holder)
+        self.replicas[shard.index] = Replica(shard, holder, self.context, self.replies, answered, initial_holder)
         return self.replicas[shard.index]
 
     def begin(self, now: float) -> list[Effect]:
@@ -346,18 +339,18 @@ class Replication:
         return [effect for replica in self.replicas.values() for effect in replica.ask(now)]
 
     def _standby(self, index: int) -> Standby | None:
-        shard = self._shards.get(index)
+        shard = self.shards.get(index)
         return shard.records if shard is not None and isinstance(shard.records, Standby) else None
 
     # --- the pair of peers -------------------------------------------------------------------------
 
     def _set_pair(self, index: int, pair: _Pair) -> None:
         self._pairs[index] = pair
-        self._use_holders(index, pair.ranks)
+        self.use_holders(index, pair.ranks)
 
     def _candidates(self) -> list[int]:
         """Return the ranks that may take a replica, the next one first."""
-        members, own = self._context.members, self._context.rank
+        members, own = self.context.members, self.context.rank
         living = [rank for rank in members.awaited() if not members.is_gone(rank)]
         stages = {rank: members.others.peek(rank).stage for rank in living}
         there = [rank for rank, stage in stages.items() if stage is not None and Stage.START <= stage <= Stage.FINISH]
@@ -366,11 +359,11 @@ class Replication:
     def _choose(self, index: int) -> list[Effect]:
         """Choose a peer for the replica of a shard that is held here."""
         standby = self._standby(index)
-        if standby is None or not self._training():
+        if standby is None or not self.training():
             return []
         chosen = next(iter(self._candidates()), NOBODY)
         was = self._pairs[index]
-        if was.holder == self._context.rank and was.replica == chosen == NOBODY:
+        if was.holder == self.context.rank and was.replica == chosen == NOBODY:
             return []
         return [*self._pair_with(index, chosen), self._note_choice(index, chosen)]
 
@@ -385,14 +378,14 @@ class Replication:
         assert standby is not None
         effects = standby.continue_alone() if standby.rank != replica else []
         standby.rank = replica
-        self._set_pair(index, _Pair(self._pairs[index].number + 1, self._context.rank, replica))
+        self._set_pair(index, _Pair(self._pairs[index].number + 1, self.context.rank, replica))
         return effects
 
     def _tell(self, now: float) -> list[Effect]:
         """Announce the pairs of the shards held here to the peers that have not acknowledged them."""
         effects: list[Effect] = []
-        members = self._context.members
-        for index in self._shards:
+        members = self.context.members
+        for index in self.shards:
             pair = self._pairs.get(index)
             if pair is None or not pair.number:
                 continue
@@ -403,7 +396,7 @@ class Replication:
                     continue
                 request = HoldersRequest(index, pair.number, pair.holder, pair.replica)
                 answered = partial(self._told, pair, other.incarnation)
-                effects.append(self._replies.send(rank, request, now, now + self._context.timeout, answered))
+                effects.append(self.replies.send(rank, request, now, now + self.context.timeout, answered))
                 pair.telling.add(rank)
         return effects
 
@@ -414,17 +407,17 @@ class Replication:
         if isinstance(reply, AcceptReply):
             pair.heard[to] = incarnation
         elif reply is not None:
-            self._context.members.back_off(to, now)
+            self.context.members.back_off(to, now)
         return [Forget(ticket)]
 
     def holders_announced(self, event: Received, request: HoldersRequest, now: float) -> list[Effect]:
         """Handle the announcement of a shard's pair by its holder."""
-        index, done = request.shard, Answer(event.key, AcceptReply(), now + self._context.timeout)
+        index, done = request.shard, Answer(event.key, AcceptReply(), now + self.context.timeout)
         pair = _Pair(request.number, request.holder, request.replica)
         if index not in self._pairs or pair.order <= self._pairs[index].order:
             return [done]
         self._set_pair(index, pair)
-        own, standby = self._context.rank, self._standby(index)
+        own, standby = self.context.rank, self._standby(index)
         effects: list[Effect] = []
         if standby is not None and pair.holder != own:
             effects += self._give_up_shard(index, standby, pair.holder)
@@ -432,12 +425,12 @@ class Replication:
         if replica is not None and (pair.replica != own or replica.holder != pair.holder):
             effects += self._drop_replica(index)
         if pair.replica == own and index not in self.replicas:
-            effects += self.follow(self._fresh(index), pair.holder).ask(now)
+            effects += self.follow(self.fresh(index), pair.holder).ask(now)
         return [done, *effects]
 
     def _drop_replica(self, index: int) -> list[Effect]:
         replica = self.replicas.pop(index)
-        self._replies.forget(() if replica.ticket is None else (replica.ticket,))
+        self.replies.forget(() if replica.ticket is None else (replica.ticket,))
         return replica.end()
 
     # --- requests --------------------------------------------------------------------------------
@@ -447,49 +440,49 @@ class Replication:
         replica = self.replicas.get(request.shard)
         if replica is None or isinstance(request, RecordRequest):
             return []
-        gone = self._context.members.is_gone(replica.holder)
+        gone = self.context.members.is_gone(replica.holder)
         if isinstance(request, CopyRequest):  # the holder has restarted and lost its state, or is gone
             other = sender == replica.holder and request.incarnation != replica.incarnation
             steps_in = (other or gone) and replica.has_copy
         else:  # a request from our own worker proves nothing if others train: we may be the isolated peer
-            others = set(self._training()) - {self._context.rank} if sender == self._context.rank else set()
+            others = set(self.training()) - {self.context.rank} if sender == self.context.rank else set()
             if gone and others:
-                return self._ask_for_signs(self._unheard(others, now), now)
+                return self.ask_for_signs(self._unheard(others, now), now)
             steps_in = gone and (replica.has_copy or self._may_start(replica))
         return self._take_over(request.shard, now) if steps_in else []
 
     def _unheard(self, ranks: set[int], now: float) -> set[int]:
         """Return those of ``ranks`` that may have died unnoticed, as nothing was asked of them lately."""
-        members, least = self._context.members, now - LONGEST_BACKOFF * self._context.timeout
+        members, least = self.context.members, now - LONGEST_BACKOFF * self.context.timeout
         return {rank for rank in ranks if members.others.peek(rank).told_at <= least}
 
     def _may_start(self, replica: Replica) -> bool:
         """Return whether no other peer can hold the shard: all have said so, or this peer was there from the start."""
-        return not self._context.members.has_joined_late or not set(self._candidates()) - replica.refused
+        return not self.context.members.has_joined_late or not set(self._candidates()) - replica.refused
 
     def _take_over(self, index: int, now: float) -> list[Effect]:
         """Become the holder of a shard that was followed."""
         replica = self.replicas[index]
         had_copy = replica.has_copy  # the shard's records say so, and are replaced below
         dropped = self._drop_replica(index)
-        shard = self._shards[index] = replica.shard
-        gone = self._context.members.is_gone(replica.holder)
+        shard = self.shards[index] = replica.shard
+        gone = self.context.members.is_gone(replica.holder)
         answered = partial(self._record_answered, index)
         alone = gone or not replica.initial_holder
-        shard.records = Standby(index, replica.holder, self._context, self._replies, answered, alone)
+        shard.records = Standby(index, replica.holder, self.context, self.replies, answered, alone)
         text = f"this peer now holds shard {index}, from clock {shard.clock.clock}: peer {replica.holder} is gone"
         note = [] if replica.initial_holder else [Note("", text)]
         # A holder that has restarted gets the replica; else the next peer does.
         paired = self._choose(index) if gone else self._pair_with(index, replica.holder) if note else []
         if not had_copy:  # no known peer has held it
-            return [*dropped, *note, *self._begin(shard, now), *paired]
-        return [*dropped, *note, *shard.serve(now), *shard.update_members(self._training()), *paired]
+            return [*dropped, *note, *self.start(shard, now), *paired]
+        return [*dropped, *note, *shard.serve(now), *shard.update_members(self.training()), *paired]
 
     def record_received(self, event: Received, request: RecordRequest, now: float) -> list[Effect]:
         """Handle a record of what happened to a shard."""
         if request.shard in self.replicas:
             return self.replicas[request.shard].record_received(event, request, now)
-        held = request.shard in self._shards
+        held = request.shard in self.shards
         reply = BusyReply() if held else NotReadyReply("it has no replica of this shard: start all peers alike")
         return [Answer(event.key, reply, now + request.patience)]
 
@@ -527,7 +520,7 @@ class Replication:
             return effects
         if isinstance(reply, AcceptReply):  # another peer holds the shard, and has another replica
             return [*effects, *self._drop_replica(index)]
-        if not self._context.members.has_joined_late:
+        if not self.context.members.has_joined_late:
             return [*effects, *(self._take_over(index, now) if replica.initial_holder else [])]
         replica.refused.add(to)
         if left := [rank for rank in self._candidates() if rank not in replica.refused]:
@@ -536,36 +529,36 @@ class Replication:
 
     def _give_up_shard(self, index: int, standby: Standby, holder: int) -> list[Effect]:
         """Stop holding a shard, since another peer does."""
-        shard = self._shards.pop(index)
+        shard = self.shards.pop(index)
         text = f"peer {holder} now holds shard {index}, because it considered this peer lost"
         return [*standby.give_up(), *shard.step_down(), Note("", text)]
 
     def _step_down(self, index: int, standby: Standby, now: float) -> list[Effect]:
         """Follow a shard from now on, since its replica has become the holder."""
-        shard = self._shards[index]
+        shard = self.shards[index]
         return [*self._give_up_shard(index, standby, standby.rank), *self.follow(shard, standby.rank).ask(now)]
 
     # --- losses and timers ------------------------------------------------------------------------
 
     def peer_lost(self, rank: int) -> list[Effect]:
         """Choose other peers for a lost peer's replicas."""
-        lost = [index for index in self._shards if (one := self._standby(index)) is not None and one.rank == rank]
+        lost = [index for index in self.shards if (one := self._standby(index)) is not None and one.rank == rank]
         return [effect for index in lost for effect in self._choose(index)]
 
     def members_changed(self) -> list[Effect]:
         """Choose a peer for shards without a replica, as one may have joined."""
-        without = [index for index in self._shards if (one := self._standby(index)) is not None and one.rank == NOBODY]
+        without = [index for index in self.shards if (one := self._standby(index)) is not None and one.rank == NOBODY]
         return [effect for index in without if self._candidates() for effect in self._choose(index)]
 
     def timer_fired(self, what: str, index: int, now: float) -> list[Effect]:
         """Handle a timer: request a copy again, or resume sending records."""
         if what == FOLLOW:  # without training workers, nothing more happens to the shard
-            return self.replicas[index].ask(now) if index in self.replicas and self._training() else []
+            return self.replicas[index].ask(now) if index in self.replicas and self.training() else []
         if standby := self._standby(index):
             standby.retry()
         return []
 
     def send(self, now: float) -> list[Effect]:
         """Send the records and announcements that may be sent."""
-        records = [effect for index in self._shards if (one := self._standby(index)) for effect in one.send(now)]
+        records = [effect for index in self.shards if (one := self._standby(index)) for effect in one.send(now)]
         return [*records, *self._tell(now)]

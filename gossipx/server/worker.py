@@ -48,6 +48,8 @@ class ShardLink:
     Attributes:
         holders: the ranks that may hold the shard.
         buckets: the number of its buckets.
+        first_sync: the shard's first sync model.
+        sync_spec: the sync model that the shard's last reply named; empty: the first one.
         holder_index: the index of the holder that requests are sent to.
         ready: buckets whose gradients wait to be pushed.
         pushed_to: the rank and the incarnation of the server that this iteration's gradients were first pushed to;
@@ -61,12 +63,13 @@ class ShardLink:
         fetched: the lowest clock of the tables received in this pull.
         seen: the highest clock of all replies.
         restart_of: the incarnation of the server whose restart was reported last.
-        sync: the shard's sync model, which decides after which iterations to pull; None: after each.
-        sync_spec: that model as the shard's last reply named it.
+        sync: that model, which decides after which iterations to push and to pull.
     """
 
     holders: tuple[int, ...]
     buckets: int
+    first_sync: SyncModel
+    sync_spec: str = ""
     holder_index: int = 0
     ready: deque[int] = field(default_factory=deque)
     pushed_to: tuple[int, int | None] | None = None
@@ -79,8 +82,14 @@ class ShardLink:
     fetched: int = NONE_YET
     seen: int = 0
     restart_of: int | None = None
-    sync: SyncModel | None = None
-    sync_spec: str = ""
+
+    def __post_init__(self) -> None:
+        self.follow_sync(self.sync_spec)
+
+    def follow_sync(self, spec: str) -> None:
+        """Follow the sync model of this spec; empty: the first one."""
+        self.sync_spec = spec
+        self.sync = sync_model_from(spec) if spec else self.first_sync
 
     @property
     def server(self) -> int:
@@ -121,68 +130,53 @@ MAX_OPEN = 2
 """Maximum number of open pushes, and of open pulls, per shard: while one is answered, the next is on its way."""
 
 
+@dataclass
 class Worker:
     """One worker's pushes and pulls. Methods return the effects to carry out.
 
-    Args:
+    Attributes:
         context: the role's.
         replies: the table of reply handlers.
-        answered: the handler of this worker's requests.
-        holders: for each shard, the ranks that may hold it; the first one holds it when the run begins.
-        buckets: the number of buckets of each shard.
+        handler: of the replies to this worker's requests.
+        links: to the shards.
         overlap: whether each shard is pulled from as soon as it has this worker's push.
-        syncs: each shard's first sync model; empty: pull after each iteration.
-
-    Attributes:
         is_mid_iteration: an iteration has computed some of its gradients, but not all.
     """
 
-    def __init__(
-        self,
-        context: PeerContext,
-        replies: Replies,
-        answered: Handler,
-        holders: Sequence[tuple[int, ...]],
-        buckets: Sequence[int],
-        overlap: bool = True,
-        syncs: Sequence[SyncModel] = (),
-    ):
-        self._context = context
-        self._replies, self._answered = replies, answered
-        self._overlap = overlap
-        self._links = [ShardLink(*one) for one in zip(holders, buckets, strict=True)]
-        self._initial_syncs: list[SyncModel | None] = [*syncs] if syncs else [None] * len(self._links)
-        for link, sync in zip(self._links, self._initial_syncs, strict=True):
-            link.sync = sync
-        # One number for all shards, though their clocks may differ. With a number per shard, two workers could each be
-        # ahead on one shard and behind on another, and deadlock.
-        self._progress = 0  # the iteration whose gradients are being pushed, or were last
-        self._next = 0  # the next iteration; it jumps ahead to a clock that has passed us
-        self.is_mid_iteration = False
-        self._gathers = False  # the gradients of this iteration, or of the last one, stay in the transmit buffers
-        # The shard and the receiver of each open request; None: it is of an earlier layout.
-        self._by_ticket: dict[int, tuple[int, int] | None] = {}
-        self._since = 0.0  # when the current pulls began
-        self._epoch = 0  # the layout's
-        self._is_dropped = False  # this iteration's gradients are of an earlier layout, so they are not sent
+    context: PeerContext
+    replies: Replies
+    handler: Handler
+    links: list[ShardLink]
+    overlap: bool
+    is_mid_iteration: bool = False
+    # One number for all shards, though their clocks may differ. With a number per shard, two workers could each be
+    # ahead on one shard and behind on another, and deadlock.
+    _progress: int = 0  # the iteration whose gradients are being pushed, or were last
+    _next: int = 0  # the next iteration; it jumps ahead to a clock that has passed us
+    _gathers: bool = False  # the gradients of this iteration, or of the last one, stay in the transmit buffers
+    # The shard and the receiver of each open request; None: it is of an earlier layout.
+    _by_ticket: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    _since: float = 0.0  # when the current pulls began
+    _epoch: int = 0  # the layout's
+    _is_dropped: bool = False  # this iteration's gradients are of an earlier layout, so they are not sent
 
     @property
     def quiet(self) -> bool:
         """Whether no iteration has begun and no push is waiting or open."""
-        return not self.is_mid_iteration and not any(link.ready or link.pushing for link in self._links)
+        return not self.is_mid_iteration and not any(link.ready or link.pushing for link in self.links)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is open or waits to be sent."""
-        return all(link.idle for link in self._links)
+        return all(link.idle for link in self.links)
 
     def holder(self, shard: int) -> int:
         """Return the rank that requests for a shard are sent to."""
-        return self._links[shard].server
+        return self.links[shard].server
 
     def use_holders(self, shard: int, holders: tuple[int, ...]) -> None:
         """Send further requests for a shard to other peers that may hold it."""
-        link = self._links[shard]
+        link = self.links[shard]
         link.holder_index = holders.index(link.server) if link.server in holders else 0
         link.holders = holders
 
@@ -190,14 +184,14 @@ class Worker:
         """Pull all current values, and continue at the shards' clocks, or at iteration ``at`` if that is later."""
         self._next = max(self._next, at)
         self._since = now
-        for link in self._links:
+        for link in self.links:
             link.ready.clear()
             link.pulled = -1
             link.start(asks_first=False)
         return [Fetch(self._all()), *self.send_ready(now)]
 
     def _all(self) -> tuple[tuple[int, int], ...]:
-        return tuple((shard, bucket) for shard, link in enumerate(self._links) for bucket in range(link.buckets))
+        return tuple((shard, bucket) for shard, link in enumerate(self.links) for bucket in range(link.buckets))
 
     # --- another layout ---------------------------------------------------------------------------
 
@@ -205,27 +199,26 @@ class Worker:
         """Switch to another layout while :attr:`quiet`, and repeat open pulls there."""
         self._forget_requests()
         holders = [(rank,) for rank in servers]
-        pulled, fetched = self._links[0].pulled, min(link.fetched for link in self._links)
-        pulls = any(link.waits for link in self._links)
+        pulled, fetched = self.links[0].pulled, min(link.fetched for link in self.links)
+        pulls = any(link.waits for link in self.links)
         self._epoch = epoch
         # A layout only changes if all shards have the same sync model, so the first one's applies to all.
-        spec, sync = self._links[0].sync_spec, self._links[0].sync
-        self._initial_syncs = self._initial_syncs[:1] * len(servers)
-        self._links = [
-            ShardLink(*one, pulled=pulled, fetched=fetched, sync_spec=spec, sync=sync)
+        first_sync, sync_spec = self.links[0].first_sync, self.links[0].sync_spec
+        self.links = [
+            ShardLink(*one, first_sync, sync_spec, pulled=pulled, fetched=fetched)
             for one in zip(holders, buckets, strict=True)
         ]
-        for link in self._links:
+        for link in self.links:
             link.pushed_to = self._process(link)  # it has taken over all pushes
             if pulls:
-                link.start(asks_first=not self._overlap and link.pulled >= 0)
+                link.start(asks_first=not self.overlap and link.pulled >= 0)
         return self.send_ready(now)
 
     def drop_iteration(self) -> None:
         """Drop this iteration's gradients, since their layout is no longer in force."""
         self._forget_requests()
         self._is_dropped = self.is_mid_iteration
-        for link in self._links:
+        for link in self.links:
             link.clear()
 
     def _forget_requests(self) -> None:
@@ -240,14 +233,12 @@ class Worker:
         if not self.is_mid_iteration:
             self.is_mid_iteration, self._progress = True, self._next
             self._gathers = not any(
-                link.sync is None or link.sync.pushes(self._progress, link.fetched)
-                for link in self._links
-                if link.buckets
+                link.sync.pushes(self._progress, link.fetched) for link in self.links if link.buckets
             )
-            for link in self._links:
+            for link in self.links:
                 link.pushed_to = self._process(link)
         for shard, bucket in buckets if not self._gathers else ():
-            self._links[shard].ready.append(bucket)
+            self.links[shard].ready.append(bucket)
         return self.send_ready(now)
 
     def iteration_done(self, now: float) -> list[Effect]:
@@ -257,13 +248,13 @@ class Worker:
             self._next = max(self._next, self._progress + 1)
             return [Gather()]
         self._since = now
-        for link in self._links:
+        for link in self.links:
             link.pulled = self._progress
-            if link.sync is None or link.sync.fetches(self._progress, link.fetched):
-                link.start(asks_first=not self._overlap)
+            if link.sync.fetches(self._progress, link.fetched):
+                link.start(asks_first=not self.overlap)
             else:
                 link.pull = PullState.SKIPPED
-        kept = [effect for shard in range(len(self._links)) for effect in self._advance_skipped(shard)]
+        kept = [effect for shard in range(len(self.links)) for effect in self._advance_skipped(shard)]
         return [Fetch(self._all()), *kept, *self.send_ready(now)]
 
     def push_gathered(self, now: float) -> list[Effect]:
@@ -271,13 +262,13 @@ class Worker:
         if not self._gathers or self.is_mid_iteration:
             return []
         self._gathers = False
-        for link in self._links:
+        for link in self.links:
             link.ready.extend(range(link.buckets))
         return self.send_ready(now)
 
     def _advance_skipped(self, shard: int) -> list[Effect]:
         """If the shard is not pulled from, start the next iteration once its pushes are acknowledged."""
-        link = self._links[shard]
+        link = self.links[shard]
         if link.pull is not PullState.SKIPPED or link.ready or link.pushing:
             return []
         link.advance()
@@ -286,13 +277,13 @@ class Worker:
 
     def send_ready(self, now: float) -> list[Effect]:
         """Send what may be sent, as after any event."""
-        if not any(link.pull is PullState.ASKED for link in self._links):
-            for link in self._links:
+        if not any(link.pull is PullState.ASKED for link in self.links):
+            for link in self.links:
                 if link.pull is PullState.READY and not link.pulling:
                     link.advance()
                     link.to_pull = deque(range(link.buckets))
         effects: list[Effect] = []
-        for shard, link in enumerate(self._links):
+        for shard, link in enumerate(self.links):
             if link.buckets:
                 effects += self._ask(shard, link, now)
         return effects
@@ -302,8 +293,8 @@ class Worker:
         if link.backing_off:
             return effects
         effects += self._push_to_restarted(shard, link)
-        patience = self._context.members.model_timeout
-        incarnation = self._context.incarnation
+        patience = self.context.members.model_timeout
+        incarnation = self.context.incarnation
         while link.ready and len(link.pushing) < MAX_OPEN:
             bucket = link.ready.popleft()
             push = GradientRequest(shard, bucket, incarnation, self._progress, (), (), patience, self._epoch)
@@ -311,10 +302,10 @@ class Worker:
             link.pushing[send.ticket] = bucket, self._progress
             effects.append(send)
         # Without overlap, every push must be acknowledged before the first pull.
-        pushed = not link.ready and (self._overlap or not link.pushing)
+        pushed = not link.ready and (self.overlap or not link.pushing)
         while link.to_pull and pushed and len(link.pulling) < MAX_OPEN:
             bucket = link.to_pull.popleft()
-            measures = link.sync is not None and link.sync.asks_significance and link.pulled >= 0
+            measures = link.sync.asks_significance and link.pulled >= 0
             significance = MEASURED if measures else 0.0
             pull = TablesRequest(
                 *(shard, bucket, incarnation, link.pulled, significance, patience, self._epoch),
@@ -326,7 +317,7 @@ class Worker:
         return effects
 
     def _send(self, shard: int, request: GradientRequest | TablesRequest, now: float) -> Send:
-        send = self._replies.send(self._links[shard].server, request, now, now + request.patience, self._answered)
+        send = self.replies.send(self.links[shard].server, request, now, now + request.patience, self.handler)
         self._by_ticket[send.ticket] = shard, send.to
         return send
 
@@ -336,7 +327,7 @@ class Worker:
 
     def give_up(self) -> list[Effect]:
         """Drop all requests, and stop waiting for tables."""
-        for link in self._links:
+        for link in self.links:
             link.clear()
         return [Unchanged(self._all())]
 
@@ -351,7 +342,7 @@ class Worker:
         if reply is None:
             waits = self._note_wait(shard, "it does not answer; restart it, or use --server-lost stop", now)
             return [Forget(ticket), *waits, self._failed(ticket, shard, asked, now)]
-        link = self._links[shard]
+        link = self.links[shard]
         if ticket not in link.pushing and ticket not in link.pulling:  # it was dropped
             return [Forget(ticket)]
         if ticket in link.pushing:
@@ -364,7 +355,7 @@ class Worker:
 
     def _pulled(self, ticket: int, shard: int, asked: int, reply: Reply, now: float) -> list[Effect]:
         """Handle a shard's reply to a pull."""
-        link = self._links[shard]
+        link = self.links[shard]
         bucket, pulled = link.pulling.pop(ticket)
         if pulled != link.pulled:  # of an earlier iteration: the bucket is pulled again
             return [Forget(ticket), *self.send_ready(now)]
@@ -380,21 +371,20 @@ class Worker:
         restart = self._note_restart(shard, reply)
         self._next = max(self._next, link.pulled + 1, reply.clock)
         if reply.sync != link.sync_spec:  # the sync model was switched
-            link.sync_spec = reply.sync
-            link.sync = sync_model_from(reply.sync) if reply.sync else self._initial_syncs[shard]
+            link.follow_sync(reply.sync)
         if bucket < 0:
             if link.pull is PullState.ASKED:
                 link.advance()
             return [Forget(ticket), *restart, *self.send_ready(now)]
         link.fetched = min(link.fetched, reply.clock)
         effects = [Fetched(ticket), *restart, *self.send_ready(now)]
-        if link.pulled >= 0 and not any(one.waits for one in self._links):
-            self._context.sync.retrieved()
+        if link.pulled >= 0 and not any(one.waits for one in self.links):
+            self.context.sync.retrieved()
         return effects
 
     def _push_again(self, shard: int, progress: int) -> list[Effect]:
         """Push all buckets of an iteration again, since the shard has lost some. It ignores those that it has."""
-        link = self._links[shard]
+        link = self.links[shard]
         if progress != self._progress:  # the next iteration has overwritten these gradients: pull the current values
             link.to_pull.extend(bucket for bucket, _ in link.pulling.values())
             link.pulled = -1
@@ -415,7 +405,7 @@ class Worker:
         if self.is_mid_iteration or link.pulled != self._progress or link.ready or link.pushing:
             return []
         process = self._process(link)
-        if process == link.pushed_to or not any(one.waits for one in self._links):
+        if process == link.pushed_to or not any(one.waits for one in self.links):
             return []
         link.pushed_to = process
         link.ready.extend(range(link.buckets))
@@ -424,26 +414,26 @@ class Worker:
 
     def _process(self, link: ShardLink) -> tuple[int, int | None]:
         """Return the rank and the incarnation of the process that requests for a shard are sent to."""
-        other = self._context.members.others.get(link.server)
-        return link.server, self._context.incarnation if other is None else other.incarnation
+        other = self.context.members.others.get(link.server)
+        return link.server, self.context.incarnation if other is None else other.incarnation
 
     def _note_wait(self, shard: int, reason: str, now: float) -> list[Effect]:
         """Report a pull that has waited for longer than peer_timeout, and stop training after :data:`LONGEST_WAIT`."""
-        waited, server = now - self._since, self._links[shard].server
+        waited, server = now - self._since, self.links[shard].server
         text = f"has waited for {waited:.0f} s for shard {shard} at peer {server}: {reason}"
         if waited >= LONGEST_WAIT:
             return [Stop(text), Resume()]
-        return [] if waited < self._context.timeout else [Note("waits", text)]
+        return [] if waited < self.context.timeout else [Note("waits", text)]
 
     def _note_restart(self, shard: int, reply: TablesReply) -> list[Effect]:
         """Report once what a shard has lost with the restart of its server."""
-        link = self._links[shard]
-        other = self._context.members.others.get(link.server)
+        link = self.links[shard]
+        other = self.context.members.others.get(link.server)
         seen, link.seen = link.seen, max(link.seen, reply.clock)
         if other is None or not 0 <= reply.restarted_at < seen or other.incarnation == link.restart_of:
             return []
         link.restart_of = other.incarnation
-        self._context.counts.add("shard_rollbacks")
+        self.context.counts.add("shard_rollbacks")
         back = f"shard {shard} continues from clock {reply.restarted_at}, and what it had applied since is lost"
         lost = back if reply.restarted_at else f"the state of shard {shard} is lost, its optimizer's too"
         sync = reply.sync or "the initial one"
@@ -452,21 +442,21 @@ class Worker:
 
     def _failed(self, ticket: int, shard: int, asked: int, now: float) -> Effect:
         """Handle a request without a reply: send it again after a delay."""
-        link = self._links[shard]
+        link = self.links[shard]
         if ticket in link.pushing:
             self._requeue_push(link, *link.pushing.pop(ticket))
         elif ticket in link.pulling:
             bucket, pulled = link.pulling.pop(ticket)
             if pulled == link.pulled:
                 link.to_pull.appendleft(bucket)
-        if self._context.members.is_gone(asked):
+        if self.context.members.is_gone(asked):
             self._try_next_holder(link, asked)
-        other = self._context.members.others.get(link.server)
+        other = self.context.members.others.get(link.server)
         return self._back_off(shard, now if other is None else other.backoff_until)
 
     def peer_lost(self, rank: int, now: float) -> list[Effect]:
         """Send requests for a lost peer's shards to another peer that may hold them now."""
-        turned = {(shard, rank) for shard, link in enumerate(self._links) if self._try_next_holder(link, rank)}
+        turned = {(shard, rank) for shard, link in enumerate(self.links) if self._try_next_holder(link, rank)}
         return [Cancel(ticket) for ticket, place in self._by_ticket.items() if place in turned]
 
     def _try_next_holder(self, link: ShardLink, asked: int) -> bool:
@@ -475,7 +465,7 @@ class Worker:
             return False
         for step in range(1, len(link.holders)):
             index = (link.holder_index + step) % len(link.holders)
-            if not self._context.members.is_gone(link.holders[index]):
+            if not self.context.members.is_gone(link.holders[index]):
                 link.holder_index = index
                 return True
         return False
@@ -489,17 +479,17 @@ class Worker:
 
     def _not_ready(self, shard: int, asked: int, now: float) -> Effect:
         """Handle a shard's reply that it cannot answer yet or is not held there."""
-        self._try_next_holder(self._links[shard], asked)
-        server, members = self._links[shard].server, self._context.members
-        own_backoff = now + FIRST_BACKOFF * self._context.timeout
+        self._try_next_holder(self.links[shard], asked)
+        server, members = self.links[shard].server, self.context.members
+        own_backoff = now + FIRST_BACKOFF * self.context.timeout
         return self._back_off(shard, members.back_off(server, now) if server in members.others else own_backoff)
 
     def _back_off(self, shard: int, until: float) -> Effect:
-        self._links[shard].backing_off = True
+        self.links[shard].backing_off = True
         return SetTimer(f"{AGAIN} {shard}", until)
 
     def retry(self, shard: int, now: float) -> list[Effect]:
         """Resume requests to a shard after its retry delay."""
-        if shard < len(self._links):
-            self._links[shard].backing_off = False
+        if shard < len(self.links):
+            self.links[shard].backing_off = False
         return self.send_ready(now)

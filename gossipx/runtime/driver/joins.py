@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gossipx.peer.joining.admission import Admission
 from gossipx.protocol.events import Event, PeerMet
@@ -12,10 +13,11 @@ from gossipx.transports import Address
 from gossipx.wire import AdmitReply, AdmitRequest
 
 
+@dataclass
 class JoinHandler:
     """The names and addresses of a run's peers, and the answers to processes that want to join them.
 
-    Args:
+    Attributes:
         commands: ask the role.
         handle: passes an event to the role.
         settings: of the run, as TOML.
@@ -23,29 +25,20 @@ class JoinHandler:
         begun: number of peers that began the run.
     """
 
-    def __init__(
-        self,
-        commands: Commands,
-        handle: Callable[[Event], None],
-        settings: str,
-        names: list[str],
-        addresses: list[Address],
-        begun: int,
-    ):
-        self.names = names
-        self.addresses = addresses
-        self._commands = commands
-        self._handle = handle
-        self._settings = settings
-        self._begun = begun
+    commands: Commands
+    handle: Callable[[Event], None]
+    settings: str
+    names: list[str]
+    addresses: list[Address]
+    begun: int
 
     def admit(self, request: AdmitRequest, opener: str) -> tuple[AdmitReply, bytes] | str:
         """Return the reply to a process that asks to join, and its payload; or why it cannot join."""
-        begun = list(zip(self.names, self.addresses, strict=True))[: self._begun]
+        begun = list(zip(self.names, self.addresses, strict=True))[: self.begun]
         for rank, (name, address) in enumerate(begun):
             if request.name == name or (request.host, request.port) == (address.host, address.port):
                 return f"{name} is peer {rank} of the run: choose another --port, or start that peer again"
-        entry = self._commands.admit(request.name, request.host, request.port, opener)
+        entry = self.commands.admit(request.name, request.host, request.port, opener)
         if entry is None:
             return AdmitReply(later="it does not answer"), b""
         if entry.refusal:
@@ -55,12 +48,12 @@ class JoinHandler:
         if entry.rank is None:
             return AdmitReply(later=entry.later), b""
         of_begun = tuple((name, address.host, address.port) for name, address in begun)
-        payload = Admission(entry.rank, self._settings, of_begun, entry.joined, entry.lost).encoded()
+        payload = Admission(entry.rank, self.settings, of_begun, entry.joined, entry.lost).encoded()
         return AdmitReply(len(payload)), payload
 
     def meet(self, peer: JoinedPeer) -> str | None:
         """Pass on that a peer joined; return in one line why it is not a member, None if it is."""
-        self._handle(PeerMet(peer))
+        self.handle(PeerMet(peer))
         if peer.rank < len(self.names) and self.names[peer.rank] == peer.name:
             return None
         owner = f"belongs to {self.names[peer.rank]}" if peer.rank < len(self.names) else "is not in use"
@@ -77,4 +70,4 @@ class JoinHandler:
 
     def close(self) -> None:
         """Break the reference cycle with the driver."""
-        self._handle = lambda event: None
+        self.handle = lambda event: None

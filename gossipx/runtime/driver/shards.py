@@ -16,6 +16,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,50 +63,43 @@ def servers_of(store: Store, clock: int) -> tuple[int, ...]:
     return tuple(unpack(found.parts[CLOCK]).get(SERVERS, ())) if found is not None and found.iteration == clock else ()
 
 
+@dataclass
 class ShardKeeper:
     """Takes checkpoints of shards and writes their journals.
 
     Checkpoints are written by a thread of its own; other methods are for the thread that works on the tables.
 
-    Args:
+    Attributes:
         stores: by shard, the checkpoints of every shard that this peer may hold.
         table_store: the tables of this peer.
         fresh: returns a shard in its initial state, given its index and the servers of a layout.
-        servers: by shard, the rank of its server at the start of the run.
+        servers: by shard, the rank of its server.
         journals: whether journals are written.
-
-    Attributes:
         unwritten: number of checkpoints, and of changes for the journals, that could not be written.
     """
 
-    def __init__(
-        self,
-        stores: Mapping[int, Store],
-        table_store: TableStore,
-        fresh: Callable[[int, Sequence[int]], Shard],
-        servers: Sequence[int],
-        journals: bool = False,
-    ):
-        self.unwritten = 0
+    stores: Mapping[int, Store]
+    table_store: TableStore
+    fresh: Callable[[int, Sequence[int]], Shard]
+    servers: Sequence[int]
+    journals: bool = False
+    unwritten: int = 0
+    _epoch: int = 0
+    _journals: dict[int, JournalFile] = field(default_factory=dict)  # open journals
+    _begun: set[int] = field(default_factory=set)  # shards whose journals in this layout have begun
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _writing: set[int] = field(default_factory=set)  # shards whose checkpoints are being written
+
+    def __post_init__(self) -> None:
         self._warn = LimitedLog().warn
-        self._servers = servers
-        self._epoch = 0
-        self._stores = stores
-        self._keeps_journals = journals
-        self._journals: dict[int, JournalFile] = {}  # open journals
-        self._begun: set[int] = set()  # shards whose journals in this layout have begun
-        self._table_store = table_store
-        self._fresh = fresh
         self._serial_worker = SerialWorker("gossipx-shards")
-        self._lock = threading.Lock()
-        self._writing: set[int] = set()  # shards whose checkpoints are being written
 
     def place(self, epoch: int, servers: Sequence[int]) -> None:
         """Switch to another layout.
 
         Files are not deleted: the new server may be another process of this machine that writes there already.
         """
-        self._epoch, self._servers = epoch, servers
+        self._epoch, self.servers = epoch, servers
         self._close_journals()
         self._begun.clear()
 
@@ -115,7 +109,7 @@ class ShardKeeper:
         It is skipped while the shard's previous one is still being written. With journals, the first one of a layout is
         waited for, since the journal is useless without it.
         """
-        first = self._keeps_journals and shard not in self._begun
+        first = self.journals and shard not in self._begun
         if first:
             self.settle()
         with self._lock:
@@ -123,10 +117,10 @@ class ShardKeeper:
                 log.warning("shard %d: a checkpoint is skipped because the previous one is still being written", shard)
                 return
             self._writing.add(shard)
-        state = {**state, SERVERS: list(self._servers), EPOCH: self._epoch}
-        parts = {CLOCK: pack(state, CLOCK), TABLES: pack(self._table_store.state_dict(shard), TABLES)}
-        store = self._stores[shard]
-        if self._keeps_journals:
+        state = {**state, SERVERS: list(self.servers), EPOCH: self._epoch}
+        parts = {CLOCK: pack(state, CLOCK), TABLES: pack(self.table_store.state_dict(shard), TABLES)}
+        store = self.stores[shard]
+        if self.journals:
             self._begin_journal(shard, clock, after=-1 if first else clock)
 
         def write() -> None:
@@ -160,7 +154,7 @@ class ShardKeeper:
         if previous := self._journals.pop(shard, None):
             previous.close()
         self._begun.add(shard)
-        directory = self._stores[shard].directory.parent
+        directory = self.stores[shard].directory.parent
         try:
             drop_journals(directory, after=after)
             self._journals[shard] = JournalFile(journal_path(directory, clock), append)
@@ -184,7 +178,7 @@ class ShardKeeper:
                 self._no_journal(record.shard, error)
 
     def _no_journal(self, shard: int, error: OSError) -> None:
-        directory = self._stores[shard].directory.parent
+        directory = self.stores[shard].directory.parent
         why = f"the journal cannot be written until the next checkpoint ({error.strerror})"
         self._warn(f"journal of {shard}", f"{directory}: {why}: {LOSES}")
 
@@ -198,7 +192,7 @@ class ShardKeeper:
             clock: the clock of the checkpoint.
             first: the number of the first record after it.
         """
-        directory, last = self._stores[shard].directory.parent, clock
+        directory, last = self.stores[shard].directory.parent, clock
 
         def report(line: str) -> None:
             log.warning("%s: the changes of shard %d in them are lost", line, shard)
@@ -223,26 +217,26 @@ class ShardKeeper:
         Raises:
             UsageError: the checkpoint is of other tables.
         """
-        found = self._stores[index].load()
+        found = self.stores[index].load()
         if found is None:
             return None
         state: dict[str, Any] = unpack(found.parts[CLOCK])
         if not self._is_of_this_layout(state):
             return None  # the servers were changed since the checkpoint
         self._restore(index, found)
-        shard = self._fresh(index, self._servers)
+        shard = self.fresh(index, self.servers)
         shard.load_state_dict(state)
         clock = shard.clock.clock
         for record, gradient in self.records(index, clock, shard.records.number):
             for effect in shard.apply_record(record, 0):
                 match effect:
                     case ApplyGradient(_, scale, buffers):
-                        self._table_store.apply(gradient, scale, buffers)
+                        self.table_store.apply(gradient, scale, buffers)
                     case BufferGradient():
-                        self._table_store.buffer(gradient)
+                        self.table_store.buffer(gradient)
                     case ApplyBuffered(_, sums):
-                        self._table_store.apply_buffer(index, sums)
-        last = max(journal_clocks(self._stores[index].directory.parent), default=clock)
+                        self.table_store.apply_buffer(index, sums)
+        last = max(journal_clocks(self.stores[index].directory.parent), default=clock)
         last = max(last, clock)
         self._begin_journal(index, last, after=last, append=True)
         message = "shard %d is restored from its checkpoint and its journal, at clock %d"
@@ -250,7 +244,7 @@ class ShardKeeper:
         return shard.state_dict()
 
     def _is_of_this_layout(self, state: dict[str, Any]) -> bool:
-        return [*state[SERVERS]] == [*self._servers] and state.get(EPOCH) == self._epoch
+        return [*state[SERVERS]] == [*self.servers] and state.get(EPOCH) == self._epoch
 
     def resume(self, shard: Shard, at: int | None) -> None:
         """Restore a shard from a checkpoint, if there is one, in a resumed run.
@@ -262,11 +256,11 @@ class ShardKeeper:
         Raises:
             UsageError: the checkpoint is of other tables.
         """
-        found = self._stores[shard.index].load(at)
+        found = self.stores[shard.index].load(at)
         if found is None:
             return
         state = unpack(found.parts[CLOCK])
-        if at is None and [*state[SERVERS]] != [*self._servers]:
+        if at is None and [*state[SERVERS]] != [*self.servers]:
             log.warning("%s: shard %d is not resumed from it: it is of other servers", found.path, shard.index)
             return
         self._restore(shard.index, found)
@@ -275,7 +269,7 @@ class ShardKeeper:
     def _restore(self, shard: int, found: Checkpoint) -> None:
         """Load the tables of a shard from a checkpoint."""
         try:
-            self._table_store.load_state_dict(shard, unpack(found.parts[TABLES]))
+            self.table_store.load_state_dict(shard, unpack(found.parts[TABLES]))
         except (UsageError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint is of other tables: {error}", found.path) from error
 
