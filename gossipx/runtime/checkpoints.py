@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import random
 import threading
 import time
@@ -38,14 +37,11 @@ from gossipx.model import layout
 from gossipx.model.arena import ParameterArena
 from gossipx.runtime import models
 from gossipx.runtime.driver import Driver
-from gossipx.runtime.driver.clock import LimitedLog
+from gossipx.runtime.driver.clock import CLOSE_TIMEOUT, LimitedLog, SerialWorker
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.settings.interval import CheckpointInterval
 
 log = logging.getLogger("gossipx")
-
-WRITE_TIMEOUT = 300.0
-"""Seconds that an ending peer waits for its last checkpoint: 3 GB at 10 MB/s. A hung disk must not block it forever."""
 
 Figures = Callable[[], Mapping[str, Any]]
 """Returns the figures to be saved in a checkpoint."""
@@ -95,8 +91,7 @@ class Checkpoints:
         self._last = -1 if self.found is None else self.found.iteration  # iteration of the newest checkpoint
         self._checked = max(self._last, 0)  # iteration of the last check whether one is due
         self._due = 0.0  # time.monotonic() at which the next is due, if the interval is in seconds
-        self._queue: queue.SimpleQueue[CapturedState | None] = queue.SimpleQueue()
-        self._writer: threading.Thread | None = None
+        self._writer: SerialWorker | None = None
         self._idle = threading.Event()
         self._idle.set()
         self._error: GossipxError | None = None  # why the last one was not written
@@ -187,20 +182,19 @@ class Checkpoints:
 
     def leaving(self, figures: Figures) -> None:
         """Take the last checkpoint unless this iteration has one; :meth:`flush` waits until it is written."""
-        if self._state.iteration != self._last and self._idle.wait(WRITE_TIMEOUT):
+        if self._state.iteration != self._last and self._idle.wait(CLOSE_TIMEOUT):
             self._take(figures)
 
     def flush(self) -> GossipxError | None:
         """Wait until the last checkpoint is written. Return the error if it is not."""
-        if not self._idle.wait(WRITE_TIMEOUT):
-            return CheckpointError(f"the last checkpoint was not written within {WRITE_TIMEOUT:g} s: check the disk")
+        if not self._idle.wait(CLOSE_TIMEOUT):
+            return CheckpointError(f"the last checkpoint was not written within {CLOSE_TIMEOUT:g} s: check the disk")
         return self._error
 
     def close(self, at_once: bool = False) -> None:
         """End the thread that writes; unless ``at_once``, wait until the last checkpoint is written."""
         if self._writer is not None:
-            self._queue.put(None)
-            self._writer.join(0.0 if at_once else WRITE_TIMEOUT)
+            self._writer.close(wait=not at_once)
             self._writer = None
 
     def _is_due(self) -> bool:
@@ -221,31 +215,28 @@ class Checkpoints:
             self._not_written(error)
             return
         self._idle.clear()
-        self._queue.put(captured)
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="gossipx-checkpoints", daemon=True)
-            self._writer.start()
+        self._writer = self._writer or SerialWorker("gossipx-checkpoints")
+        self._writer.put(lambda: self._write(captured))
 
     # --- the thread that writes ---------------------------------------------------------------------
 
-    def _write(self) -> None:
+    def _write(self, captured: CapturedState) -> None:
         assert self._store is not None
-        while (captured := self._queue.get()) is not None:
-            try:
-                self._store.save(captured.iteration, {**captured.parts, MODEL: captured.model()})
-                self._error = None
-            except NotRemovedError as error:
-                self._error = None
-                self._warn("not removed", str(error))
-            except GossipxError as error:
-                self._not_written(error)
-            except Exception as error:  # the thread must not end: later checkpoints would wait for it in vain
-                log.debug("a checkpoint has failed", exc_info=True)
-                kind = type(error).__name__
-                self._not_written(CheckpointError(f"a checkpoint cannot be written: {kind}: {error}"))
-            finally:
-                captured.release()
-                self._idle.set()
+        try:
+            self._store.save(captured.iteration, {**captured.parts, MODEL: captured.model()})
+            self._error = None
+        except NotRemovedError as error:
+            self._error = None
+            self._warn("not removed", str(error))
+        except GossipxError as error:
+            self._not_written(error)
+        except Exception as error:
+            log.debug("a checkpoint has failed", exc_info=True)
+            kind = type(error).__name__
+            self._not_written(CheckpointError(f"a checkpoint cannot be written: {kind}: {error}"))
+        finally:
+            captured.release()
+            self._idle.set()
 
     def _not_written(self, error: GossipxError) -> None:
         self._error, self._last = error, -1

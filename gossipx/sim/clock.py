@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gossipx.runtime.driver.clock import DriverClock
+
 Later = Callable[[float, Callable[[], None]], None]
 """Schedules an action of one peer at a time; it is dropped if the peer is down by then."""
 
@@ -74,8 +76,8 @@ class VirtualTimers:
             self._fire(name)
 
 
-class VirtualClock:
-    """The clock of one peer in virtual time; see :class:`gossipx.runtime.driver.clock.Clock`.
+class VirtualClock(DriverClock):
+    """The clock of one peer in virtual time.
 
     Args:
         now: returns the virtual time in seconds.
@@ -84,13 +86,16 @@ class VirtualClock:
     """
 
     def __init__(self, now: Callable[[], float], later: Later, paused: Callable[[], float] = float):
-        self.now = now
+        self._now = now
         self._later = later
         self._paused = paused
 
+    def now(self) -> float:
+        return self._now()
+
     def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> VirtualWorker:
         """Return a worker whose jobs are actions of the peer."""
-        return VirtualWorker(self._later, self.now, failed)
+        return VirtualWorker(self._later, self._now, failed)
 
     def timers(self, fire: Callable[[str], None], name: str) -> VirtualTimers:
         """Return timers whose expiries are actions of the peer."""

@@ -14,7 +14,7 @@ from gossipx.codecs.changes import FULL
 from gossipx.protocol.effects import RequestedBucket, Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
 from gossipx.protocol.server_messages import TablesReply, TablesRequest
-from gossipx.runtime.driver.clock import SystemClock
+from gossipx.runtime.driver.clock import DriverClock
 from gossipx.runtime.driver.outbox import Outbox
 from gossipx.runtime.driver.tables import TableWork
 from gossipx.tables.coding import Coding
@@ -46,8 +46,8 @@ def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -
     events: list[Event] = []
     notes: list[str] = []
     failures: list[Exception] = []
-    outbox = Outbox(0, SystemClock(), events.append, lambda _, text: notes.append(text), failures.append)
-    work = TableWork(0, SystemClock(), outbox, events.append, reply=lambda *_: None)
+    outbox = Outbox(0, DriverClock(), events.append, lambda _, text: notes.append(text), failures.append)
+    work = TableWork(0, DriverClock(), outbox, events.append, reply=lambda *_: None)
     comm = Comm()
     outbox.comm, work.store = comm, here.table_store  # type: ignore[assignment]
     try:

@@ -75,7 +75,7 @@ from gossipx.protocol.messages import (
 from gossipx.protocol.server_messages import CarryingRequest
 from gossipx.protocol.table_effects import Fetched, TableEffect
 from gossipx.runtime.driver.captures import Captures, Outliers, Retrieval
-from gossipx.runtime.driver.clock import DriverClock, LimitedLog, SystemClock
+from gossipx.runtime.driver.clock import DriverClock, LimitedLog
 from gossipx.runtime.driver.commands import Commands
 from gossipx.runtime.driver.joins import JoinHandler
 from gossipx.runtime.driver.models import ModelTransfers
@@ -126,7 +126,7 @@ class Driver:
         self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
-        self.clock = clock = clock or SystemClock()
+        self.clock = clock = clock or DriverClock()
         self._note = note or LimitedLog(LOG_INTERVAL).warn
         self.outliers = Outliers(arena, self._note, role.counts)
         self.captures = Captures(arena, role.sync.policy.uses_drift, self.outliers)

@@ -37,32 +37,19 @@ class NamedTimers(Protocol):
         """Let no timer expire any more."""
 
 
-class DriverClock(Protocol):
-    """A source of time, workers and timers."""
+class DriverClock:
+    """A source of time, workers and timers: here this machine's clock, and threads."""
 
     def now(self) -> float:
         """Return the time in seconds; it never goes back."""
+        return time.monotonic()
 
     def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> SerialJobs:
         """Return a worker; ``failed`` is called with the error of a job."""
+        return SerialWorker(name, failed)
 
     def timers(self, fire: Callable[[str], None], name: str) -> NamedTimers:
         """Return timers that call ``fire`` with the name of the timer that expires."""
-
-
-class SystemClock:
-    """The clock of this machine; workers and timers are threads."""
-
-    def now(self) -> float:
-        """Return the machine's monotonic time in seconds."""
-        return time.monotonic()
-
-    def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> SerialWorker:
-        """Return a thread that runs jobs."""
-        return SerialWorker(name, failed)
-
-    def timers(self, fire: Callable[[str], None], name: str) -> Timers:
-        """Return timers with a thread of their own."""
         return Timers(fire, name)
 
 

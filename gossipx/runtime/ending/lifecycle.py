@@ -10,7 +10,7 @@ import enum
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -28,6 +28,7 @@ from gossipx.runtime.ending.control import Control
 from gossipx.runtime.ending.stop_signals import StopSignals, children_may_die, continue_by
 from gossipx.runtime.figures.reporting import Inspection, Reporter
 from gossipx.runtime.place import Place
+from gossipx.runtime.training.hooks import Hooks
 from gossipx.settings.sections import RunConfig
 
 log = logging.getLogger("gossipx")
@@ -64,30 +65,6 @@ NEXT: Mapping[Phase, frozenset[Phase]] = {
 """The phases that may follow each."""
 
 
-class Loop(Protocol):
-    """The training loop as a lifecycle sees it; :class:`gossipx.runtime.training.hooks.Hooks`."""
-
-    backward: Any
-
-    def begin(self) -> None:
-        """The peer has joined and trains."""
-
-    def settle(self, tables: Sequence[int] | None = None) -> None:
-        """Wait until the model holds the current values of these tables; None: of all."""
-
-    def take_wait_seconds(self) -> float:
-        """Return for how long the training thread waited for tables since the last call."""
-
-    def ended(self) -> None:
-        """The training loop has ended normally."""
-
-    def leaving(self) -> None:
-        """The peer leaves on request; its checkpoint is taken next."""
-
-    def close(self, again: bool) -> None:
-        """Remove the hooks; ``again``: further steps shall still reach the peer, which then ends the script again."""
-
-
 class Lifecycle:
     """Joining, waiting and ending of one peer. The training loop in between is the caller's.
 
@@ -110,7 +87,7 @@ class Lifecycle:
         checkpoints: Checkpoints,
         config: RunConfig,
         place: Place,
-        loop: Loop,
+        loop: Hooks,
     ):
         self.phase = Phase.JOINING
         self.finishes_at_exit = True

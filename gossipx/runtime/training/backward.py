@@ -115,13 +115,13 @@ class Backward:
                 raise UsageError(f"'{name}' has no gradient after backward: {NO_HOOK}")
             _check_dense(name, parameter.grad)
             if self._sending is Sending.OBSERVED:
-                if number in self._watch:
+                if number in self._watch.taken:
                     self._send_at_step(f"'{name}' gets several gradients before one step")
                 self._watch.take(number, parameter.grad)
                 return
             if number not in self._used:
                 raise UsageError(f"'{name}' was used outside its module's forward: {NO_WAIT_FREE}")
-            if number in self._watch:
+            if number in self._watch.taken:
                 raise UsageError(f"'{name}' has two gradients in one iteration: {NO_SYNC}")
             self._begin()
             self._watch.take(number, parameter.grad)
@@ -168,13 +168,13 @@ class Backward:
         Raises:
             UsageError: a gradient was changed after it was sent, so the servers would not see the change.
         """
-        observed = bool(self._watch) or self._begun
+        observed = bool(self._watch.taken) or self._begun
         self._begin()
-        sent: Collection[int] = self._watch if self._sending is Sending.WAIT_FREE else ()
+        sent: Collection[int] = self._watch.taken if self._sending is Sending.WAIT_FREE else ()
         self._check_changes()
         if self._sending is Sending.OBSERVED and observed:
             self._sending = Sending.WAIT_FREE
-            self._unread = sorted(self._forwards.learn().intersection(self._watch)) if self._forwards else []
+            self._unread = sorted(self._forwards.learn().intersection(self._watch.taken)) if self._forwards else []
         for number, parameter in enumerate(self._parameters):
             if parameter.grad is not None and number not in sent:
                 _check_dense(self._names[number], parameter.grad)
@@ -182,7 +182,7 @@ class Backward:
         self._warn_of_zeros()
         self._send([*self._deferred, *self._client.flush()])
         self._deferred.clear()
-        self._watch.clear()
+        self._watch.taken.clear()
         self._used.clear()
         self._begun = False
         self._turn = (self._turn + 1) % max(1, len(self._parameters))

@@ -8,7 +8,7 @@ of ``gradient.data``. So the watch compares fingerprints.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,28 +25,19 @@ class Change(enum.Enum):
     VALUES = "the values of one changed, or it was removed"
 
 
-class GradientWatch(Collection[int]):
-    """The gradients of an iteration as they were when backward had computed them, by table."""
+class GradientWatch:
+    """The gradients of an iteration as they were when backward had computed them.
+
+    Attributes:
+        taken: by table, the fingerprint and torch's version counter.
+    """
 
     def __init__(self) -> None:
-        self._taken: dict[int, tuple[Tensor, int]] = {}  # the fingerprint and torch's version counter
-
-    def __contains__(self, table: object) -> bool:
-        return table in self._taken
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._taken)
-
-    def __len__(self) -> int:
-        return len(self._taken)
+        self.taken: dict[int, tuple[Tensor, int]] = {}
 
     def take(self, table: int, gradient: Tensor) -> None:
         """Note a table's gradient as it is now."""
-        self._taken[table] = fingerprint(gradient), gradient._version
-
-    def clear(self) -> None:
-        """Forget all gradients: another iteration begins."""
-        self._taken.clear()
+        self.taken[table] = fingerprint(gradient), gradient._version
 
     def changed(self, tables: Sequence[torch.nn.Parameter]) -> tuple[Change, int]:
         """Return what happened to the gradients since they were taken, and to the gradient of which table first.
@@ -54,20 +45,20 @@ class GradientWatch(Collection[int]):
         Args:
             tables: the parameters of all tables.
         """
-        now = {table: tables[table].grad for table in self._taken}
+        now = {table: tables[table].grad for table in self.taken}
         kept = {table: gradient for table, gradient in now.items() if gradient is not None}
         if len(kept) < len(now):
             return Change.VALUES, next(table for table in now if table not in kept)
         if not kept:
             return Change.NONE, -1
         # One comparison for all tables, since each one of tensors on a GPU would wait for the GPU.
-        before = torch.stack([self._taken[table][0] for table in kept])
+        before = torch.stack([self.taken[table][0] for table in kept])
         after = torch.stack([fingerprint(gradient) for gradient in kept.values()])
         for table, differs in zip(kept, (before != after).tolist(), strict=True):
             if differs:
                 return Change.VALUES, table
         for table, gradient in kept.items():
-            if gradient._version != self._taken[table][1]:
+            if gradient._version != self.taken[table][1]:
                 return Change.WRITTEN, table
         return Change.NONE, -1
 

@@ -15,7 +15,7 @@ from gossipx.runtime.training.step_watch import StepWatch
 
 
 class Hooks:
-    """The hooks of one peer; a :class:`gossipx.runtime.ending.lifecycle.Loop`.
+    """The hooks of one peer.
 
     Args:
         step: called at the end of each iteration.
