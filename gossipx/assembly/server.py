@@ -119,8 +119,8 @@ def serve(
     numbers = [groups.get(id(value), -1) for _, value in tables]
     coding = _coding(given, config.run.seed, own.storages, module, tables, numbers, rank)
     source = TableSource([value for _, value in tables], optimizer, own.storages, coding)
-    here = [index for index, holders in enumerate(plan.holders) if rank in holders]
-    table_store = TableStore(source, rank, layouts, plan.layout, here, places or max(8, 2 * len(names)))
+    shards = plan.shards_of(rank)
+    table_store = TableStore(source, rank, layouts, plan.layout, shards, places or max(8, 2 * len(names)))
     return Served(plan, tables, table_store, _alike(given, ranks, own), _describe_sync(given, own))
 
 

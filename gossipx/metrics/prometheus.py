@@ -58,7 +58,7 @@ class Exporter:
     Args:
         host, port: where it listens.
         run, peer: names of the run and the peer, as labels of each figure.
-        status: returns the peer's figures, as :class:`gossipx.runtime.figures.reporting.Inspection` does; called on
+        status: returns the peer's figures, as :func:`gossipx.runtime.figures.reporting.inspect`; called on
             the server's threads.
 
     Raises:

@@ -56,15 +56,16 @@ class HostedShards:
         self._counted_before = (0, 0)  # gradients and DPRs counted before the last change of servers
         self._leaves = False
 
-    def make(self, index: int, clock: ShardClock, layout: Layout) -> Shard:
-        """Make a shard of ``layout``, to be hosted or replicated here."""
+    def make(self, index: int, layout: Layout) -> Shard:
+        """Make a shard of ``layout`` in its initial state, to be hosted or replicated here."""
+        clock = self._plan.clock_of(index)
         shard = Shard(index, layout.buckets[index], clock, self._context.requests, self._plan.every)
         shard.records = JournalRecords(index, self.epoch) if self._plan.journals else shard.records
         return shard
 
     def fresh(self, index: int, servers: Sequence[int]) -> Shard:
         """Make a shard of another layout in its initial state, without hosting it."""
-        return self.make(index, self._plan.clock_of(index), self._plan.layouts.make(servers))
+        return self.make(index, self._plan.layouts.make(servers))
 
     # --- state --------------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class HostedShards:
         self.epoch, self.unconfirmed = epoch, False
         here = [index for index, rank in enumerate(layout.servers) if rank == self._context.rank]
         self.shards.clear()
-        self.shards.update({index: self.make(index, self._plan.clock_of(index), layout) for index in here})
+        self.shards.update({index: self.make(index, layout) for index in here})
         started = [
             effect
             for shard in self.shards.values()

@@ -79,13 +79,13 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self.coordinator = Coordinator(context, self._replies, self.migration, plan.fixed)
         self._replication = Replication(
             *(context, self._replies, self.shards, self._training, plan.holders),
-            fresh=lambda index: self.hosted.fresh(index, plan.layout.servers),
+            fresh=lambda index: self.hosted.make(index, plan.layout),
             start=self.hosted.begin,
             use_holders=lambda index, ranks: self.worker.use_holders(index, ranks),
             ask_for_signs=self._ask_for_signs,
         )
-        for index, clock in plan.clocks(context.rank).items():
-            shard = self.hosted.make(index, clock, plan.layout)
+        for index in plan.shards_of(context.rank):
+            shard = self.hosted.make(index, plan.layout)
             others = [rank for rank in plan.holders[index] if rank != context.rank]
             if others:
                 initial_holder = plan.holders[index][0] == context.rank

@@ -47,10 +47,6 @@ class Table:
     name: str
     size: int
 
-    def __post_init__(self) -> None:
-        if self.size < 0:
-            raise ValueError(f"table '{self.name}' has {self.size} elements: a size is not negative")
-
 
 @dataclass(frozen=True)
 class Partition:

@@ -51,9 +51,9 @@ class ServerPlan:
         """Whether changes of a shard are written to a journal before they are acknowledged."""
         return bool(self.every) and self.settings.journal and not self.settings.server_replicas
 
-    def clocks(self, rank: int) -> dict[int, ShardClock]:
-        """Return the clocks of the shards that a peer may hold when the run begins, by shard."""
-        return {index: self.clock_of(index) for index, holders in enumerate(self.holders) if rank in holders}
+    def shards_of(self, rank: int) -> list[int]:
+        """Return the shards that a peer may hold when the run begins."""
+        return [index for index, holders in enumerate(self.holders) if rank in holders]
 
 
 def workers(given: Server, servers: Sequence[int], size: int) -> list[int]:

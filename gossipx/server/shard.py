@@ -260,9 +260,7 @@ class Shard:
         """Restore what :meth:`state_dict` returned; the tables must be from the same moment."""
         clock = state["clock"]
         made = clock["made"]
-        now = self.clock
-        if made != {"model": spec_of(now.model), "apply": now.apply.value, "pulls": now.pulls.value}:
-            # The sync model was switched after the run began.
+        if made != self.clock.settings:  # the sync model was switched after the run began
             self.clock.switch(sync_model_from(made["model"]), made["apply"], made["pulls"])
         self.clock.load_state_dict(clock)
         self._workers = {

@@ -14,10 +14,9 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx import specs
 from gossipx.errors import UsageError
 from gossipx.server.conditions import Apply, Pull, SyncModel, View
-from gossipx.server.sync_models import application, spec_of
+from gossipx.server.sync_models import application, chosen, spec_of
 
 
 class DelayedPulls(enum.Enum):
@@ -152,9 +151,9 @@ class _Delayed:
 class ShardClock:
     """The bookkeeping of one shard (FluentPS, Algorithm 1).
 
-    After every change of clock, membership or sync model all delayed pulls are looked at again. Events of a worker that
-    has not joined raise ``ValueError``. A push of an iteration that is not above the worker's progress changes nothing.
-    Progress may jump ahead: a late worker continues at the clock.
+    After every change of clock, membership or sync model all delayed pulls are looked at again. A worker joins before
+    its other events. A push of an iteration that is not above the worker's progress changes nothing. Progress may jump
+    ahead: a late worker continues at the clock.
 
     Args:
         model: see :mod:`gossipx.server.sync_models`; a model in terms of the learning rate must be resolved.
@@ -191,7 +190,7 @@ class ShardClock:
         self._delayed: list[_Delayed] = []  # in order of arrival
         self._holds_any = False  # whether the gradient buffer holds anything, even a part of a push
         self._reads: list[int] = []  # of complete pushes in it, also of workers that are gone: see _Worker.read
-        self.pulls = _delayed_pulls(pulls)
+        self.pulls = chosen(DelayedPulls, pulls, "way to answer pulls")
         self._install(model, apply)
 
     def _install(self, model: SyncModel, apply: Apply | str | None) -> None:
@@ -257,7 +256,7 @@ class ShardClock:
 
     def push_part(self, worker: int, progress: int) -> PushDecision:
         """Decide what to do with one message of the worker's push of iteration ``progress``; called as each arrives."""
-        one = self._known(worker)
+        one = self._workers[worker]
         if progress <= one.progress:
             return PushDecision(Handling.DROP)  # already counted
         self._note_push(one, progress)
@@ -270,7 +269,7 @@ class ShardClock:
 
     def pushed(self, worker: int, progress: int) -> list[Decision]:
         """Complete the worker's push of iteration ``progress``, all of whose messages have been handled."""
-        one = self._known(worker)
+        one = self._workers[worker]
         if progress <= one.progress:
             return []
         self._note_push(one, progress)
@@ -297,7 +296,7 @@ class ShardClock:
             key: identifies the pull in the :class:`Release` that answers it, now or later.
             significance: |g| / |w| of its last push, if the sync model asks for it.
         """
-        one = self._known(worker)
+        one = self._workers[worker]
         pull = Pull(worker, progress, self._rng.random(), significance)
         passes = self._may_pull(self.view(), pull)
         self.counts.pulls += 1
@@ -333,8 +332,6 @@ class ShardClock:
 
     def joined(self, worker: int) -> list[Decision]:
         """Add a worker. It starts at the clock: it may pull at once, with progress ``clock`` − 1."""
-        if worker in self._workers:
-            raise ValueError(f"worker {worker} has joined already")
         self._workers[worker] = _Worker(self.clock - 1, read=self.counts.steps)
         return self._settle()
 
@@ -363,7 +360,7 @@ class ShardClock:
         Raises:
             UsageError: as the constructor; nothing has changed.
         """
-        mode = self.pulls if pulls is None else _delayed_pulls(pulls)
+        mode = self.pulls if pulls is None else chosen(DelayedPulls, pulls, "way to answer pulls")
         self._install(model, apply)
         self.pulls = mode
         self.epoch += 1
@@ -379,11 +376,6 @@ class ShardClock:
             one.progress = clock - 1
 
     # --- decisions -------------------------------------------------------------------------------
-
-    def _known(self, worker: int) -> _Worker:
-        if worker not in self._workers:
-            raise ValueError(f"worker {worker} has not joined")
-        return self._workers[worker]
 
     def _note_push(self, one: _Worker, progress: int) -> None:
         """Record the first message of a push."""
@@ -498,11 +490,3 @@ class ShardClock:
     def settings(self) -> dict[str, str]:
         """The sync model, the apply mode and the pull mode, as words."""
         return {"model": spec_of(self.model), "apply": self.apply.value, "pulls": self.pulls.value}
-
-
-def _delayed_pulls(pulls: DelayedPulls | str) -> DelayedPulls:
-    if isinstance(pulls, str):
-        words = {one.value: one for one in DelayedPulls}
-        specs.known_word("way to answer pulls", pulls, words)
-        return words[pulls]
-    return pulls

@@ -12,14 +12,17 @@ step function. For a custom one, inherit from :class:`Growth`.
 from __future__ import annotations
 
 import abc
+import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 from gossipx import specs
 from gossipx.errors import UsageError
 from gossipx.server.conditions import Apply, Conditions, Pull, State, SyncModel, View
+
+E = TypeVar("E", bound=enum.Enum)
 
 # --- growth functions -----------------------------------------------------------------------------
 
@@ -505,6 +508,13 @@ def check_shards(model: SyncModel, shards: int) -> None:
         )
 
 
+def chosen(kind: type[E], given: E | str, what: str) -> E:
+    """Return the member of an enumeration that a user names; UsageError for an unknown ``what``."""
+    if isinstance(given, str):
+        specs.known_word(what, given, {one.value: one for one in kind})
+    return kind(given)
+
+
 def application(model: SyncModel, apply: Apply | str | None = None) -> Apply:
     """Return how gradients are applied under ``model``.
 
@@ -517,10 +527,7 @@ def application(model: SyncModel, apply: Apply | str | None = None) -> Apply:
     """
     if apply is None:
         return model.default_apply
-    if isinstance(apply, str):
-        words = {one.value: one for one in Apply}
-        specs.known_word("way to apply gradients", apply, words)
-        apply = words[apply]
+    apply = chosen(Apply, apply, "way to apply gradients")
     by_threshold = model.default_apply is Apply.THRESHOLD
     if by_threshold and apply is not Apply.THRESHOLD:
         raise UsageError(f"sync model '{spec_of(model)}' applies gradients by its threshold, not '{apply.value}'")

@@ -473,11 +473,6 @@ class TableClient:
             self._waiting.discard(place)
             self._arrived.notify_all()
 
-    def wake(self) -> None:
-        """Wake all threads that wait, so that they check their condition again."""
-        with self._arrived:
-            self._arrived.notify_all()
-
     def ready(self, tables: Sequence[int] | None = None) -> bool:
         """Return whether no bucket of these tables is still expected; None: of all tables."""
         if not self._waiting:

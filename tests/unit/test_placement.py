@@ -222,11 +222,9 @@ def test_faults_are_reported_in_one_line(decided: Any, told: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_no_servers_and_unknown_tables() -> None:
+def test_no_servers() -> None:
     with pytest.raises(UsageError, match="at least 1 server, not 0"):
         checked(Sliced(), tables_of([1]), 0)
-    with pytest.raises(ValueError, match="table 'x' has -1 elements"):
-        Table("x", -1)
 
 
 @pytest.mark.parametrize(

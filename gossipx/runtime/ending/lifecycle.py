@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from gossipx.runtime.driver import Driver
 from gossipx.runtime.ending import exit_hooks
 from gossipx.runtime.ending.control import Control
 from gossipx.runtime.ending.stop_signals import StopSignals, children_may_die, continue_by
-from gossipx.runtime.figures.reporting import Inspection, Reporter
+from gossipx.runtime.figures.reporting import Reporter, inspect
 from gossipx.runtime.place import Place
 from gossipx.runtime.training.hooks import Hooks
 from gossipx.settings.sections import RunConfig
@@ -169,12 +170,12 @@ class Lifecycle:
             self.signals.request(signal.SIGTERM)
             return {"iteration": self._arena.step}
 
-        inspection, place = Inspection(self._driver, self._reporter), self._place
+        status, place = functools.partial(inspect, self._driver, self._reporter), self._place
         if isinstance(self._comm, CommManager):  # a script's own may answer no queries
-            self._comm.queries.update(status=inspection.status, drain=drain)
+            self._comm.queries.update(status=status, drain=drain)
         if self._metrics is not None:
             run = "" if place.directory is None else place.directory.name
-            self._exporter = Exporter(*self._metrics, run, place.name, inspection.status)
+            self._exporter = Exporter(*self._metrics, run, place.name, status)
 
     # --- ending -------------------------------------------------------------------------------------
 

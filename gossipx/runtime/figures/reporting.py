@@ -391,40 +391,27 @@ def codec_of(config: RunConfig) -> str:
     return push if push == pull else f"push {push}, pull {pull}"
 
 
-class Inspection:
-    """The status of one peer. Its methods may be called on any thread.
+def inspect(driver: Driver, reporter: Reporter) -> dict[str, object]:
+    """Return the figures of :func:`gossipx.peer.status.status`, and those of the process; for any thread.
 
-    Args:
-        driver: the peer's driver.
-        reporter: has the peer's figures.
+    Returns:
+        Also ``waiting``: whether the training thread is blocked by gossipx; ``loss`` and ``accuracy``: the last
+        ``train/loss`` and ``test/accuracy``, None if it is missing or not finite; ``bytes_received`` and ``bytes_sent``
+        of this process; ``seconds`` of training; ``blocked_seconds`` of these that the training thread was blocked; and
+        the counters of :data:`gossipx.figures.COUNTED`.
     """
-
-    def __init__(self, driver: Driver, reporter: Reporter):
-        self._driver = driver
-        self._reporter = reporter
-
-    def status(self) -> dict[str, object]:
-        """Return the figures of :func:`gossipx.peer.status.status`, and those of the process.
-
-        Returns:
-            Also ``waiting``: whether the training thread is blocked by gossipx; ``loss`` and ``accuracy``: the last
-            ``train/loss`` and ``test/accuracy``, None if it is missing or not finite; ``bytes_received`` and
-            ``bytes_sent`` of this process; ``seconds`` of training; ``blocked_seconds`` of these that the training
-            thread was blocked; and the counters of :data:`gossipx.figures.COUNTED`.
-        """
-        reporter, comm = self._reporter, self._driver.comm
-        figures = reporter.figures
-        return {
-            **self._driver.read(lambda role: status(role, time.monotonic())),
-            "waiting": self._driver.waiting,
-            "loss": _finite(reporter.last("train/loss")),
-            "accuracy": _finite(reporter.last("test/accuracy")),
-            "bytes_received": 0 if comm is None else comm.bytes_received,
-            "bytes_sent": 0 if comm is None else comm.bytes_sent,
-            "seconds": figures.elapsed,
-            "blocked_seconds": figures.blocked,
-            **reporter.counts(),
-        }
+    comm, figures = driver.comm, reporter.figures
+    return {
+        **driver.read(lambda role: status(role, time.monotonic())),
+        "waiting": driver.waiting,
+        "loss": _finite(reporter.last("train/loss")),
+        "accuracy": _finite(reporter.last("test/accuracy")),
+        "bytes_received": 0 if comm is None else comm.bytes_received,
+        "bytes_sent": 0 if comm is None else comm.bytes_sent,
+        "seconds": figures.elapsed,
+        "blocked_seconds": figures.blocked,
+        **reporter.counts(),
+    }
 
 
 def _finite(value: float | None) -> float | None:
