@@ -1,4 +1,4 @@
-"""Child processes of ``gossipx run``, one per peer of this machine, with their output and their progress events."""
+"""Child processes of ``gossipx run``: one per peer of this machine, and the ssh clients of other hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Spawn: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
 
 
 class Child:
-    """The process of a peer. It has its own process group, so that Ctrl-C on the terminal reaches only the parent.
+    """A child process, in a process group of its own, so that Ctrl-C on the terminal reaches only the parent.
 
     Args:
         command: program and arguments.
@@ -39,6 +39,7 @@ class Child:
         on_line: called with each line of output, without the line end.
         on_event: called with each JSON object from the progress pipe.
         spawn: starts the process; called like :class:`subprocess.Popen`.
+        stdin: its standard input, as for :class:`subprocess.Popen`.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class Child:
         environment: Mapping[str, str],
         progress_variable: str,
         on_line: Callable[[str], None],
-        on_event: Callable[[dict[str, Any]], None],
+        on_event: Callable[[dict[str, Any]], None] = lambda event: None,
         spawn: Spawn = subprocess.Popen,
+        stdin: int = subprocess.DEVNULL,
     ):
         reading, writing = os.pipe()
         with contextlib.ExitStack() as undo:
@@ -59,7 +61,7 @@ class Child:
                     # What its script prints is written in the end with the encoding of this process.
                     env={**environment, progress_variable: str(writing), "PYTHONIOENCODING": f"{encoding()}:replace"},
                     pass_fds=(writing,),
-                    stdin=subprocess.DEVNULL,
+                    stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,

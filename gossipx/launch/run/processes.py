@@ -168,7 +168,7 @@ class _Processes:
                 self._outcome.ended(rank, child)
             self._stopping.check(running, self._remote.running)
             self._restart(running, selector)
-            self._follow_remote(bool(running))
+            self._follow_remote(selector, bool(running))
             self._display.refresh()
 
     def _read(self, selector: selectors.BaseSelector, seconds: float) -> None:
@@ -183,9 +183,9 @@ class _Processes:
             selector.unregister(0)
             self._stopping.request(signal.SIGTERM)
 
-    def _follow_remote(self, waits_for_own: bool) -> None:
+    def _follow_remote(self, selector: selectors.BaseSelector, waits_for_own: bool) -> None:
         """Pass a stop on to other hosts, and report those that have failed."""
-        for host in self._remote.check():
+        for host in self._remote.check(selector):
             self._outcome.host_failed(self._remote.why(host))
         if self._stopping.code is not None:
             self._remote.stop()

@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gossipx.errors import UsageError
-from gossipx.launch.environment import ENV_STOP_WITH_INPUT
+from gossipx.launch.environment import ENV_PROGRESS, ENV_STOP_WITH_INPUT
 from gossipx.launch.hosts import PeerLine
-from gossipx.launch.run.children import READ, shown_of
+from gossipx.launch.run.children import Child
 from gossipx.launch.start import Start
 from gossipx.settings.sections import KEYS
 
@@ -115,53 +116,38 @@ class Remote:
     def __init__(self, commands: Mapping[str, Sequence[str]], tell: Callable[[str], None]):
         self._commands = commands
         self._tell = tell
-        self._clients: dict[str, subprocess.Popen[bytes]] = {}
-        self._rest: dict[str, bytes] = {}  # output without a line end so far
+        self._clients: dict[str, Child] = {}
         self.codes: dict[str, int] = {}
-        self._heard: set[str] = set()  # hosts that have printed something
+        self._heard: set[str] = set()  # hosts that have printed a line
         self._remind_at = 0.0
 
     def start(self, selector: selectors.BaseSelector) -> None:
-        """Start the clients, and register their output with ``selector``, as :meth:`Child.register` does."""
+        """Start the clients, and register their output with ``selector``."""
         for host, arguments in self._commands.items():
             words = ["exec", "env", f"{ENV_STOP_WITH_INPUT}=1", sys.executable, "-m", "gossipx", *arguments]
             command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
-            client = subprocess.Popen(
-                ["ssh", host, command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C on the terminal reaches only this process
+            client = Child(
+                ["ssh", host, command], os.environ, ENV_PROGRESS, partial(self._show, host), stdin=subprocess.PIPE
             )
-            assert client.stdout is not None
-            self._clients[host], self._rest[host] = client, b""
-            selector.register(client.stdout, selectors.EVENT_READ, lambda host=host: self._read(host, selector))
+            client.register(selector)
+            self._clients[host] = client
+
+    def _show(self, host: str, line: str) -> None:
+        self._heard.add(host)
+        self._tell(f"[{host}] {line}")
 
     @property
     def running(self) -> list[str]:
         """Hosts whose clients have not ended."""
         return [host for host in self._clients if host not in self.codes]
 
-    def _read(self, host: str, selector: selectors.BaseSelector) -> None:
-        stdout = self._clients[host].stdout
-        assert stdout is not None
-        data = os.read(stdout.fileno(), READ)
-        if data:
-            self._heard.add(host)
-        *lines, self._rest[host] = (shown_of(line) for line in (self._rest[host] + data).split(b"\n"))
-        if not data:
-            selector.unregister(stdout)
-            stdout.close()
-            lines = [self._rest[host]] if self._rest[host] else []
-        for line in lines:
-            self._tell(f"[{host}] {line.removesuffix(bytes([13])).decode(errors='replace')}")
-
-    def check(self) -> list[str]:
+    def check(self, selector: selectors.BaseSelector) -> list[str]:
         """Return the hosts whose clients have ended with an error since the last call."""
         failed = []
         for host in self.running:
-            code = self._clients[host].poll()
+            code = self._clients[host].process.poll()
             if code is not None:
+                self._clients[host].drain(selector)
                 self.codes[host] = code = code if code >= 0 else CONNECTION_FAILED
                 if code:
                     failed.append(host)
@@ -185,15 +171,15 @@ class Remote:
             for host in self.running:
                 if host not in self._heard:
                     self._tell(f"{host}: its ssh was killed, because nothing has come from there")
-                    self._clients[host].kill()
+                    self._clients[host].process.kill()
         self._remind_at = now + every
 
     def stop(self) -> None:
         """Ask all hosts to stop in order."""
         for client in self._clients.values():
-            if client.stdin is not None:
-                with contextlib.suppress(OSError):
-                    client.stdin.close()
+            assert client.process.stdin is not None
+            with contextlib.suppress(OSError):
+                client.process.stdin.close()
 
     def end(self) -> None:
         """Stop all hosts, and kill the clients that have not ended within :data:`END_WITHIN`; their hosts stop then
@@ -202,8 +188,8 @@ class Remote:
         by = time.monotonic() + END_WITHIN
         for host, client in self._clients.items():
             try:
-                client.wait(max(0.0, by - time.monotonic()))
+                client.process.wait(max(0.0, by - time.monotonic()))
             except subprocess.TimeoutExpired:
-                client.kill()
-                client.wait()
+                client.process.kill()
+                client.process.wait()
                 self._tell(f"{host}: did not stop within {END_WITHIN:g} s; its ssh was killed")
