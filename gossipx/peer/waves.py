@@ -23,7 +23,7 @@ after the start of the wave, so a peer that waited in vain for one partner still
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from gossipx.peer.exchange import PeerContext
@@ -302,6 +302,7 @@ class _Round:
     is_merging: bool = False
 
 
+@dataclass(eq=False)
 class Wave:
     """One peer's part in one wave. Methods return the effects to carry out; check :attr:`over` after each.
 
@@ -325,38 +326,31 @@ class Wave:
         has_exchanged: whether a model was sent or received, so that the members can no longer change.
     """
 
-    def __init__(
-        self,
-        number: int,
-        rank: int,
-        members: tuple[int, ...],
-        step: int,
-        requests: Requests,
-        patience: float,
-        missing: Iterable[int] = (),
-        weight: float = 1.0,
-        fragment: int = messages.WHOLE,
-    ):
-        self.number = number
-        self.members = members
-        self.ticket = requests.ticket()
-        self.merged = self.lost = 0
-        self.over = self.has_exchanged = False
-        self._fragment = fragment
-        self._position = members.index(rank)
-        self._step = step
-        self._requests = requests
-        self._patience = patience
-        self._began = 0.0
-        self.weight = weight
-        self._rounds = wave_rounds(len(members))
+    number: int
+    rank: int
+    members: tuple[int, ...]
+    step: int
+    requests: Requests
+    patience: float
+    missing: set[int] = field(default_factory=set)
+    weight: float = 1.0
+    fragment: int = messages.WHOLE
+    merged: int = field(default=0, init=False)
+    lost: int = field(default=0, init=False)
+    over: bool = field(default=False, init=False)
+    has_exchanged: bool = field(default=False, init=False)
+    _began: float = field(default=0.0, init=False)
+    _entered: int = field(default=-1, init=False)  # last round that was entered or skipped
+    _round: _Round | None = field(default=None, init=False)
+    _early: list[Received] = field(default_factory=list, init=False)  # requests of later rounds
+
+    def __post_init__(self) -> None:
+        self.ticket = self.requests.ticket()
+        self._position = self.members.index(self.rank)
+        self._rounds = wave_rounds(len(self.members))
         # While training, partners among a power of two average equally, even after a lost round: the sum of models is
         # conserved. In the last wave, or for other sizes, weights make the result the mean of all models reached.
-        self._equal_weights = number != messages.LAST_WAVE and len(members) == 1 << self._rounds
-        self._entered = -1  # last round that was entered or skipped
-        self._round: _Round | None = None
-        self._missing = set(missing)
-        self._early: list[Received] = []  # requests of later rounds
+        self._equal_weights = self.number != messages.LAST_WAVE and len(self.members) == 1 << self._rounds
 
     @property
     def name(self) -> str:
@@ -368,7 +362,7 @@ class Wave:
     def begin(self, now: float) -> list[Effect]:
         """Capture our model and enter the first round."""
         self._began = now
-        return [Capture(self.ticket, fragment=self._fragment), *self._next_round(now)]
+        return [Capture(self.ticket, fragment=self.fragment), *self._next_round(now)]
 
     def _next_round(self, now: float) -> list[Effect]:
         """Enter the next round if there is one, and answer requests that arrived early for it."""
@@ -379,9 +373,9 @@ class Wave:
         else:
             partner, part = upcoming
             number = self._entered
-            deadline = self._began + (1 + number * ROUND_SLACK) * self._patience
-            request = messages.RoundRequest(self.number, number, self.members, self._fragment)
-            send = self._requests.send(partner, request, now, deadline)
+            deadline = self._began + (1 + number * ROUND_SLACK) * self.patience
+            request = messages.RoundRequest(self.number, number, self.members, self.fragment)
+            send = self.requests.send(partner, request, now, deadline)
             is_received, is_sent = not part.receives, not part.sends
             self._round = _Round(number, deadline, partner, part, send.ticket, is_received, is_sent=is_sent)
             effects += [send, SetTimer(TIMER, deadline)]
@@ -398,7 +392,7 @@ class Wave:
             if part is None:
                 continue
             partner = self.members[part.partner]
-            if partner not in self._missing:
+            if partner not in self.missing:
                 return partner, part
             self.lost += 1
         self._entered = self._rounds
@@ -451,7 +445,7 @@ class Wave:
         if current is None or current.is_merging:
             return []
         note = Note("round", f"peer {current.partner} missed a round of {self.name}")
-        self._missing.add(current.partner)
+        self.missing.add(current.partner)
         if current.weight:  # its model is here, only ours was not delivered
             current.is_sent = True
             return [note, *self._complete(now)]
@@ -460,7 +454,7 @@ class Wave:
 
     def peer_left(self, rank: int, now: float) -> list[Effect]:
         """Handle the departure of ``rank``."""
-        self._missing.add(rank)
+        self.missing.add(rank)
         return self.partner_lost(now) if self._round is not None and self._round.partner == rank else []
 
     def timer_fired(self, now: float) -> list[Effect]:
@@ -486,7 +480,7 @@ class Wave:
         known = same and request.round < self._rounds
         part = part_in_round(self._position, request.round, len(self.members)) if known else None
         if part is not None and not part.sends:  # the partner asks for nothing: it tells us of the wave
-            return [Answer(event.key, messages.HereReply(messages.Stage.TRAIN), now + self._patience)]
+            return [Answer(event.key, messages.HereReply(messages.Stage.TRAIN), now + self.patience)]
         if current is None or not same or (request.round, event.sender) != (current.number, current.partner):
             return [self._refuse(event, now)]
         if current.is_sent or current.is_merging:
@@ -494,12 +488,12 @@ class Wave:
         self.has_exchanged = True
         current.answering.add(event.key)
         receiver = None if self.number == messages.LAST_WAVE else (event.sender, request.bases)
-        reply = messages.ModelReply(self._step, self.weight)
+        reply = messages.ModelReply(self.step, self.weight)
         return [Answer(event.key, reply, current.deadline, captured=self.ticket, receiver=receiver)]
 
     def _refuse(self, event: Received, now: float) -> Answer:
         refusal = messages.NotReadyReply("it is not in that round, or has other members for that wave")
-        return Answer(event.key, refusal, now + self._patience)
+        return Answer(event.key, refusal, now + self.patience)
 
     def is_answering(self, key: Hashable) -> bool:
         """Return whether ``key`` is a request that this round answers."""
