@@ -112,7 +112,7 @@ def _summary() -> Target:
     import dataclasses
     import json
 
-    from gossipx.cli.compare import _lines
+    from gossipx.cli.results import _lines
     from gossipx.figures import PER_PEER
     from gossipx.metrics import summary
     from gossipx.metrics.compare import compare

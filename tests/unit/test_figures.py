@@ -12,7 +12,7 @@ import pytest
 from figure_tables import TABLES, written
 from summaries import summary_of
 
-from gossipx.cli.compare import _lines
+from gossipx.cli.results import _lines
 from gossipx.figures import COUNTED, FIGURES, LINES, PER_PEER, Counters
 from gossipx.metrics import summary
 from gossipx.metrics.aggregate import WORST
