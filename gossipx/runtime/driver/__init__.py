@@ -15,18 +15,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gossipx import errors
 from gossipx.comm import CommManager
-from gossipx.errors import (
-    GossipxError,
-    LocalFaultError,
-    NotAuthorisedError,
-    NotEnoughPeersError,
-    RefusedError,
-)
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import Snapshot
 from gossipx.peer import PeerRole
+from gossipx.protocol import events, messages
 from gossipx.protocol.effects import (
     AddPeer,
     Adopt,
@@ -49,29 +44,7 @@ from gossipx.protocol.effects import (
     Stop,
     Wait,
 )
-from gossipx.protocol.events import (
-    Answered,
-    Event,
-    Merged,
-    Mixed,
-    Poisoned,
-    Received,
-    Restored,
-    TimerFired,
-    Woke,
-)
 from gossipx.protocol.fields import JoinedPeer
-from gossipx.protocol.messages import (
-    ElasticRequest,
-    ModelReply,
-    NotReadyReply,
-    PullRequest,
-    Reply,
-    Request,
-    Stage,
-    TakeRequest,
-    fragment_of,
-)
 from gossipx.protocol.server_messages import CarryingRequest
 from gossipx.protocol.table_effects import Fetched, TableEffect
 from gossipx.runtime.driver.captures import Captures, Outliers, Retrieval
@@ -124,7 +97,7 @@ class Driver:
         self.role = role
         self.arena = arena
         self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
-        self.error: GossipxError | None = None
+        self.error: errors.GossipxError | None = None
         self.committing = threading.Lock()
         self.clock = clock = clock or DriverClock()
         self._note = note or LimitedLog(LOG_INTERVAL).warn
@@ -133,13 +106,13 @@ class Driver:
         self.outbox = Outbox(role.rank, clock, self.handle, self._note, self.fail)
         self.tables = TableWork(role.rank, clock, self.outbox, self.handle, self._reply)
         self.models = ModelTransfers(arena, self.outbox, clock, self.tables, places)
-        self._received_at: dict[Stage, int] = {}  # bytes received when the role reached a stage
+        self._received_at: dict[messages.Stage, int] = {}  # bytes received when the role reached a stage
         self._lock = threading.Lock()
         self._resumed = threading.Event()
         self._resumed.set()
         self.commands = Commands(self.handle, role.settings.exchange.peer_timeout)
         self.join_handler: JoinHandler | None = None
-        self._timers = clock.timers(lambda name: self.handle(TimerFired(name)), str(role.rank))
+        self._timers = clock.timers(lambda name: self.handle(events.TimerFired(name)), str(role.rank))
         self._closed = False
 
     @property
@@ -153,26 +126,26 @@ class Driver:
 
     # --- events -------------------------------------------------------------------------------------
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Pass ``event`` to the role and carry out the resulting effects in the calling thread."""
         with self._lock:
             if self._closed:
                 return
             now, slept = self.clock.now(), self._timers.gap() > self.role.settings.exchange.peer_timeout
-            effects = [effect for one in ([Woke()] * slept + [event]) for effect in self.role.handle(one, now)]
+            effects = [effect for one in ([events.Woke()] * slept + [event]) for effect in self.role.handle(one, now)]
             if self.comm is not None:
                 self._received_at.setdefault(self.role.stage, self.comm.bytes_received)
             snapshots = [self._carry_out_locked(effect) for effect in effects]
         for effect, snapshot in zip(effects, snapshots, strict=True):
             self._carry_out(effect, snapshot)
 
-    def received(self, sender: int, key: Hashable, request: Request, upload: UploadSink | None) -> None:
+    def received(self, sender: int, key: Hashable, request: messages.Request, upload: UploadSink | None) -> None:
         """Handle a request of another peer; called by the CommManager."""
-        if isinstance(request, PullRequest):
+        if isinstance(request, messages.PullRequest):
             self.arena.pool.wait_for_buffers()
         if isinstance(request, CarryingRequest) and upload is not None:
             self.models.store(key, request, upload)
-        self.handle(Received(sender, key, request))
+        self.handle(events.Received(sender, key, request))
 
     @property
     def step(self) -> int:
@@ -193,7 +166,7 @@ class Driver:
         with self._lock:
             return look(self.role)
 
-    def received_before(self, stage: Stage) -> int:
+    def received_before(self, stage: messages.Stage) -> int:
         """Return the bytes received before the role reached ``stage``; all so far if it has not.
 
         The training thread notices a new stage later, when other peers may already have sent models.
@@ -202,7 +175,7 @@ class Driver:
         return next((count for at, count in self._received_at.items() if at >= stage), self.comm.bytes_received)
 
     @property
-    def rejection(self) -> NotAuthorisedError | RefusedError | None:
+    def rejection(self) -> errors.NotAuthorisedError | errors.RefusedError | None:
         """Why all other peers refuse connections from this one; None if they do not."""
         return None if self.comm is None else self.comm.trust.doubt
 
@@ -229,7 +202,7 @@ class Driver:
         if self.error is not None:
             raise self.error
 
-    def fail(self, error: GossipxError) -> None:
+    def fail(self, error: errors.GossipxError) -> None:
         """Stop the training: the training thread raises ``error`` at its next step or wait."""
         self.error = self.error or error
         self._resumed.set()
@@ -261,7 +234,7 @@ class Driver:
             case Resume():
                 self._resumed.set()
             case Stop(reason):
-                self.fail(self.rejection or NotEnoughPeersError(reason))
+                self.fail(self.rejection or errors.NotEnoughPeersError(reason))
             case Capture(ticket, saved, fragment):
                 self.captures.capture(ticket, saved, fragment)
                 if self.models.codec is not None:
@@ -305,7 +278,7 @@ class Driver:
                 model.incoming.release()
                 if taken:
                     self.begin_codec()
-                self.handle(Mixed(ticket) if taken else Poisoned(ticket))
+                self.handle(events.Mixed(ticket) if taken else events.Poisoned(ticket))
             case Forget(ticket):
                 self._forget(ticket)
             case MoveReference(ticket):
@@ -328,10 +301,10 @@ class Driver:
         """
         codec = self.models.codec
         match send.request:
-            case TakeRequest() if codec is None or not codec.in_pairs:
+            case messages.TakeRequest() if codec is None or not codec.in_pairs:
                 return self.captures.hold(send.ticket)
-            case PullRequest() | ElasticRequest():
-                return self.captures.snapshot_base(send.ticket, fragment_of(send.request))
+            case messages.PullRequest() | messages.ElasticRequest():
+                return self.captures.snapshot_base(send.ticket, messages.fragment_of(send.request))
             case _:
                 return None
 
@@ -354,37 +327,37 @@ class Driver:
             self._answer_now(answer, snapshot)  # answers about tables are queued on the table thread instead
 
     def _answer_now(self, answer: Answer, snapshot: Snapshot | None) -> None:
-        if isinstance(answer.reply, ModelReply):
+        if isinstance(answer.reply, messages.ModelReply):
             self._answer_model(answer, answer.reply, snapshot or self.arena.snapshot(answer.whole_model))
         else:
             self._reply(answer, answer.reply, None)
 
     def _reply(
-        self, answer: Answer, reply: Reply, source: Source | None, sent: Callable[[], None] = lambda: None
+        self, answer: Answer, reply: messages.Reply, source: Source | None, sent: Callable[[], None] = lambda: None
     ) -> None:
         assert self.comm is not None
 
         def done(whole: bool) -> None:
             sent()
-            self.handle(Answered(answer.key, whole))
+            self.handle(events.Answered(answer.key, whole))
 
         self.comm.answer(answer.key, reply, payload=source, deadline=answer.deadline, done=done)
 
-    def _answer_model(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> None:
+    def _answer_model(self, answer: Answer, reply: messages.ModelReply, snapshot: Snapshot) -> None:
         assert self.comm is not None
         comm = self.comm
 
         def done(whole: bool) -> None:
             snapshot.release()
-            self.handle(Answered(answer.key, whole))
+            self.handle(events.Answered(answer.key, whole))
 
         def send() -> None:
             try:
                 encoded, payload = msgspec.structs.replace(reply, step=snapshot.step), snapshot.source
                 if self.models.codec is not None:
                     encoded, payload = self.models.codec.give(answer, encoded, snapshot)
-            except LocalFaultError as error:
-                refusal = NotReadyReply(str(error))
+            except errors.LocalFaultError as error:
+                refusal = messages.NotReadyReply(str(error))
                 comm.answer(answer.key, refusal, payload=None, deadline=answer.deadline, done=lambda whole: done(False))
                 return
             comm.answer(answer.key, encoded, payload=payload, deadline=answer.deadline, begins=answer.begins, done=done)
@@ -408,26 +381,27 @@ class Driver:
                 distance = fragment.distance_of_model(model.distance)
                 self.outliers.judge(distance, sender)
                 self.captures.commit(model, share, ticket if own else None)
-            staleness, of_centre = self.arena.step - model.their_step, isinstance(model.request, ElasticRequest)
+            staleness = self.arena.step - model.their_step
+            of_centre = isinstance(model.request, messages.ElasticRequest)
             self.on_retrieval(Retrieval(model.seconds, staleness, distance, sender, of_centre))
         model.incoming.release()
         self._forget(ticket)
-        self.handle(Poisoned(ticket) if poisoned else Mixed(ticket))
+        self.handle(events.Poisoned(ticket) if poisoned else events.Mixed(ticket))
 
     def _merge(self, merge: Merge) -> None:
         sound = self.captures.merge(self.models.received.pop(merge.ticket), merge.into, merge.own, merge.theirs)
         if sound is not None:  # None: the model to merge into was forgotten
-            self.handle(Merged(merge.ticket, merge.into, sound))
+            self.handle(events.Merged(merge.ticket, merge.into, sound))
 
     def _apply_merged(self, ticket: int) -> None:
         if self.models.codec is not None and (average := self.captures.hold(ticket)) is not None:
             self.models.codec.wave_ended(ticket, average)
             average.release()
         with self.committing:
-            taken = self.captures.apply_merged(ticket, self.role.stage is Stage.TRAIN)
+            taken = self.captures.apply_merged(ticket, self.role.stage is messages.Stage.TRAIN)
         for retrieval in taken:
             self.on_retrieval(retrieval)
-        self.handle(Mixed(ticket))
+        self.handle(events.Mixed(ticket))
 
     def _forget(self, ticket: int) -> None:
         self.captures.forget(ticket)
@@ -450,7 +424,7 @@ class Driver:
         The outer optimizer and the codecs start anew: what they kept belongs to the earlier weights.
         """
         self.arena.start_from(state["iteration"])
-        self.handle(Restored(state["iteration"], state["sync"], state["weight"], state["draws"]))
+        self.handle(events.Restored(state["iteration"], state["sync"], state["weight"], state["draws"]))
         self.begin_codec()  # after all exchanges under way were dropped, whose models refer to earlier references
         if self.role.sync.policy.uses_drift:
             self.captures.reference.set()
