@@ -120,8 +120,7 @@ def make(
         closed,
     )
     role.members.nobody_waits_for(() if entry is None else entry.lost)
-    if hub is not None and int(hub.hub) == rank and hub.hub_only:
-        iterations = 0
+    iterations = 0 if hub is not None and int(hub.hub) == rank and hub.hub_only else iterations
     module = module or Point(rank, SIZE * settings.get("fragments", 1))
     arena = ParameterArena(module, fragments=settings.get("fragments", 1))
     coded = None if codec == "none" else _coded(codec, arena, role, mix, references, settings)

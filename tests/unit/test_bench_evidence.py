@@ -79,7 +79,7 @@ def test_all_periods_count(bench: Any) -> None:
 def test_a_rival_without_results_leaves_the_goal_unmet(bench: Any) -> None:
     made = {"pairs": [points((1.9, 50, 2e7))]}
     for left_out, met in (((), True), (("hub",), True), (("hivemind",), False)):
-        comparison = bench.Comparison("text", "1000mbit", 4, 800, made, {}, None, left_out)
+        comparison = bench.Comparison("text", "1000mbit", 4, 800, made, {}, {}, left_out)
         goals = [one for one in comparison.table().figures if "ahead" in one["name"]]
         assert [one["met"] for one in goals] == [met, met]
         assert all(met != one["name"].endswith(", without a result of hivemind") for one in goals), "it says why"
