@@ -19,7 +19,6 @@ from gossipx.protocol.messages import (
     PastWave,
     Stage,
 )
-from gossipx.protocol.server_messages import CopyReply
 from gossipx.wire import (
     MAX_NOTE,
     AdmitReply,
@@ -54,11 +53,6 @@ figures = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
     lines,
 )
-happenings = st.lists(
-    lines | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False),
-    min_size=1,
-    max_size=4,
-).map(tuple)
 words = st.text('{}[]":,0123456789', max_size=50)
 FITS: dict[object, st.SearchStrategy[object]] = {
     fields.Rank: ranks,
@@ -80,7 +74,6 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     fields.Sections: st.lists(counts, max_size=8).map(tuple),
     fields.Groups: groups,
     fields.Parts: st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple),
-    fields.ShardEvents: st.lists(happenings, max_size=5).map(tuple),
     fields.Joined: st.lists(
         st.builds(fields.JoinedPeer, ranks, hosts, hosts, st.integers(1, 65_535), ranks), max_size=5
     ).map(tuple),
@@ -92,7 +85,6 @@ FITS: dict[object, st.SearchStrategy[object]] = {
 OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
     (Hello, "size"): st.integers(1, 65_536),
     (Description, "size"): st.integers(0, 2**24),
-    (CopyReply, "size"): st.integers(0, 2**40),
     (SetNote, "value"): st.binary(max_size=MAX_NOTE).map(bytes.hex),
     (Carried, "digest"): st.binary(max_size=32).map(bytes.hex),
     (CheckupRequest, "part"): st.sampled_from(["facts", "load", "status"]),

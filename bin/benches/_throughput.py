@@ -1,7 +1,7 @@
 """Throughput of pushes and pulls between workers and servers, compared with plain sockets that move the same bytes.
 
 It is measured over loopback, where the processor is the limit; over links, where the network is the limit; and with the
-replica or journal that preserve pushes when a server is killed.
+journal that preserves pushes when a server is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ TCP: Ways = {"gossipx, TCP": {"transport": "tcp"}}
 WAYS: Ways = {**TCP, "gossipx, shared memory": {"transport": "auto"}}
 SAFE: Ways = {
     **TCP,
-    "with a replica": {"transport": "tcp", "server_replicas": 1},
     "with a journal": {"transport": "tcp", "checkpoint_every": 10**6},
 }
 SAFE_SIZE = 2**22

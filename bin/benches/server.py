@@ -5,7 +5,7 @@ bin/bench server --full       the tables of docs/figures-server.md (about 20 min
 bin/bench server --only throughput|links|safe|wait-free
     throughput    pushes and pulls of tensors of 64 KiB to 16 MiB, compared with plain sockets
     links         the same from 1 MiB on, over emulated links of 1 Gbit/s
-    safe          the same for 4 MiB, with a replica and with a journal, which preserve pushes when a server is killed
+    safe          the same for 4 MiB, with a journal, which preserves pushes when a server is killed
     wait-free     an iteration over 1 Gbit/s links, with gradients sent during backward, and all sent at its end
 """
 

@@ -18,7 +18,7 @@ from gossipx.model.layout import norms, plain_name
 from gossipx.server import placement
 from gossipx.server.conditions import SyncModel
 from gossipx.server.placement import Layouts, Placement, Table
-from gossipx.server.plan import ServerPlan, holders_of, server_ranks, sync_models_by_shard, workers
+from gossipx.server.plan import ServerPlan, server_ranks, sync_models_by_shard, workers
 from gossipx.server.shard_clock import ShardClock
 from gossipx.server.sync_models import spec_of
 from gossipx.settings.interval import CheckpointInterval
@@ -150,7 +150,6 @@ def server_plan(
         layouts=layouts,
         layout=layouts.make(ranks),
         clock_of=clock_of,
-        holders=holders_of(ranks, given.server_replicas, size),
         syncs=tuple(syncs),
         rate=rate,
         every=every,
@@ -210,7 +209,6 @@ def _alike(given: Server, ranks: Sequence[int], own: Parts) -> dict[str, str]:
     """Return the settings of the servers that must be equal on all peers, by option."""
     return {
         "--servers": ",".join(map(str, ranks)),
-        "--server-replicas": str(given.server_replicas),
         "--servers-only": str(given.servers_only).lower(),
         "--sync": _describe_sync(given, own),
         "--apply": given.apply or "the sync model's",
@@ -225,8 +223,6 @@ def _alike(given: Server, ranks: Sequence[int], own: Parts) -> dict[str, str]:
 
 def _fixed(given: Server, takes_checkpoints: bool, storages: Storages) -> str:
     """Return why the servers cannot be changed during the run; empty if they can."""
-    if given.server_replicas:
-        return "with --server-replicas the servers cannot be changed: a replica belongs to a shard of the first layout"
     if given.servers_only and takes_checkpoints:
         return "with --servers-only and --checkpoint-every the servers cannot be changed: --resume needs the same ones"
     own = storages.describe()

@@ -10,9 +10,9 @@ requests or for a model that the driver keeps for it; a *key* names a received r
 effect         requested by                                                 the driver
 =============  ===========================================================  =========================================
 Send           any part that needs something from another peer              sends, and reports Replied or Failed
-Cancel         peer/pulls, hub, server/worker                               aborts the request, and reports Failed
+Cancel         peer/pulls, hub                                              aborts the request, and reports Failed
 Answer         the part that handles a request                              replies, and reports Answered
-Keep           hub, server: shard, replica                                  keeps the payload of a request
+Keep           hub, server/shard                                            keeps the payload of a request
 Capture        peer/serving, wave, pushes, pairs, offers; hub               captures the present model
 Merge          peer/wave, hub                                               merges two kept models; reports Merged
 ApplyWave      peer/waves, after the last round                             updates our model, and reports Mixed
@@ -97,7 +97,6 @@ class Answer(Effect, frozen=True):
         captured: send the model kept under this ticket (:class:`Capture`), rather than that of the last step boundary.
         begins: earliest time at which to send.
         tables: send this bucket, after all earlier effects on the tables.
-        copied_shard: send a copy of the tables of the shard with this index, after all earlier effects on the tables.
         in_order: reply only after all earlier effects on the tables.
         pieces: send the values and state of these pieces of tables, after all earlier effects on the tables.
         receiver: for a model that a codec may encode: the requester's rank, and the checksums of what it has.
@@ -110,7 +109,6 @@ class Answer(Effect, frozen=True):
     captured: int | None = None
     begins: float = 0.0
     tables: RequestedBucket | None = None
-    copied_shard: int | None = None
     in_order: bool = False
     pieces: Pieces | None = None
     receiver: tuple[int, tuple[int, ...]] | None = None

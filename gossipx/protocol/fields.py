@@ -31,7 +31,6 @@ MAX_SETTINGS = 32
 MAX_SECRETS = 2  # that are valid at a time, so that one can follow the other during a run
 MAX_PARTS = 65_536  # partitions of a shard
 MAX_SECTIONS = 16  # sections of a model: one per dtype
-MAX_SHARD_EVENTS = 1_000  # entries in one record
 MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and settings in one
 MAX_JOINED = 1_000  # peers that join a run under way
 MAX_SETTING = 8  # numbers in one setting of an optimizer
@@ -119,9 +118,6 @@ Groups = Annotated[tuple[Annotated[dict[Line, Setting], at_most(MAX_GROUP)], ...
 _Part: TypeAlias = tuple[Annotated[int, between(0, MAX_PARTS)], Annotated[int, between(0, MAX_MODEL)]]
 Parts = Annotated[tuple[_Part, ...], at_most(MAX_PARTS)]
 """For each partition in a bucket, in order: its number in the shard, and its number of bytes in the payload."""
-ShardEvent = Annotated[tuple[Line | Whole | float, ...], at_most(4, 1)]
-"""An event of a shard: a word and its figures; see :class:`gossipx.server.shard.Shard`."""
-ShardEvents = Annotated[tuple[ShardEvent, ...], at_most(MAX_SHARD_EVENTS), printable_text]
 
 
 class JoinedPeer(NamedTuple):

@@ -1,5 +1,4 @@
-"""Messages of the parameter server, between its workers, shards and replicas, and those that move shards between
-servers.
+"""Messages of the parameter server, between its workers and shards, and those that move shards between servers.
 
 A *shard* is one part of the parameters, held by one peer, its server; a *bucket* is the part of a shard that one
 message carries. Field types and kinds are as in :mod:`gossipx.protocol.messages`, which also has the general replies.
@@ -13,11 +12,6 @@ TablesRequest     the worker, per bucket that it needs next     the shard of the
 TablesReply       the shard; a server, to RangesRequest         the worker; the migration that sent the request
 PushAgainReply    the shard, to TablesRequest                   the worker, which repeats its pushes
 SwitchRequest     the switching of the peer a user asked        the switching of the shard's server
-RecordRequest     the records of a shard, which also go into    the shard's replica
-                  its journal
-CopyRequest       a replica, to begin and as a heartbeat        the copies of the shard's server
-CopyReply         the copies of the shard's server               the replica
-HoldersRequest    the copies of the shard's server               the copies of every peer
 ServersRequest    the peer asked to change servers              the coordinator: the server of shard 0
 PauseRequest      the coordinator                               the migration of every peer
 PrepareRequest    the coordinator                               the migration of every new server
@@ -30,8 +24,6 @@ PlacedReply       the migration, to PlaceRequest and to a push  the coordinator;
 """
 
 from __future__ import annotations
-
-from typing import Annotated
 
 from gossipx.protocol import fields, messages
 
@@ -151,91 +143,6 @@ class SwitchRequest(messages.Request, frozen=True):
     pulls: fields.Text
 
 
-# --- replicas -----------------------------------------------------------------------------------
-
-
-@fields.kind(
-    30,
-    fields.MAX_METADATA,
-    fields.MAX_MODEL,
-    answers=(messages.AcceptReply, messages.BusyReply, messages.NotReadyReply),
-)
-class RecordRequest(messages.Request, frozen=True):
-    """Carries to a shard's replica, in order, the latest events of the shard. If the last one is the gradient of a
-    bucket, its bytes are the payload.
-
-    Attributes:
-        shard: the shard.
-        copy: the number of the copy that the records follow, at the sender; in a journal, the epoch of the layout.
-        number: of the record, counted from that copy.
-        happened: the events, in order.
-        bucket: of the gradient; −1: no gradient.
-        progress, parts, settings: of the gradient, as in :class:`GradientRequest`.
-        patience: seconds that the sender waits.
-    """
-
-    shard: fields.Rank
-    copy: fields.Count
-    number: fields.Count
-    happened: fields.ShardEvents
-    bucket: fields.CountOrNone
-    progress: fields.CountOrNone
-    parts: fields.Parts
-    settings: fields.Groups
-    patience: fields.Seconds
-
-
-@fields.kind(38, fields.MAX_METADATA, fields.MAX_MODEL)
-class CopyReply(messages.Reply, frozen=True):
-    """A copy of a shard; its tables are the payload.
-
-    Attributes:
-        incarnation: of the sender.
-        copy: the number of the copy.
-        state: of the shard's role, as JSON.
-        size: bytes of the payload.
-    """
-
-    incarnation: fields.Count
-    copy: fields.Count
-    state: fields.Ascii
-    size: Annotated[int, fields.between(0, fields.MAX_MODEL)]
-
-
-@fields.kind(31, answers=(CopyReply, messages.AcceptReply, messages.NotReadyReply))
-class CopyRequest(messages.Request, frozen=True):
-    """Requests a copy of a shard, of which the sender becomes the replica; repeated as the replica's heartbeat.
-
-    Attributes:
-        shard: the shard.
-        incarnation: of the sender.
-        copy: the number of the copy that it has; −1: none.
-        patience: seconds that it waits.
-    """
-
-    shard: fields.Rank
-    incarnation: fields.Count
-    copy: fields.CountOrNone
-    patience: fields.Seconds
-
-
-@fields.kind(51, answers=(messages.AcceptReply, messages.NotReadyReply))
-class HoldersRequest(messages.Request, frozen=True):
-    """Announces the two peers of a replicated shard, after they have changed; repeated to each peer that joins.
-
-    Attributes:
-        shard: the shard.
-        number: of changes of the pair; a higher number replaces a lower one.
-        holder: the rank that serves the shard.
-        replica: the rank with its replica; −1: none.
-    """
-
-    shard: fields.Rank
-    number: fields.Count
-    holder: fields.Rank
-    replica: fields.CountOrNone
-
-
 # --- a change of servers ------------------------------------------------------------------------
 
 
@@ -319,9 +226,9 @@ class PlaceRequest(messages.Request, frozen=True):
     decided: fields.Count
 
 
-ServerRequest = GradientRequest | TablesRequest | SwitchRequest | RecordRequest | CopyRequest | HoldersRequest
+ServerRequest = GradientRequest | TablesRequest | SwitchRequest
 """Requests to a server."""
-CarryingRequest = messages.ElasticRequest | GradientRequest | RecordRequest
+CarryingRequest = messages.ElasticRequest | GradientRequest
 """Requests whose payload is a model or a part of one."""
-CarryingReply = messages.ModelReply | TablesReply | CopyReply
+CarryingReply = messages.ModelReply | TablesReply
 """Replies whose payload is a model or a part of one."""

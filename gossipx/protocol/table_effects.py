@@ -9,9 +9,7 @@ effect          requested by                     the driver
 ApplyGradient   the shard                        does one optimizer step; reports GradientPoisoned for NaN or Inf
 BufferGradient  the shard                        adds to the shard's gradient buffer; reports the same
 ApplyBuffered   the shard                        does one optimizer step with the buffer
-Share           the sender of records            attaches a gradient to another request
 Record          the shard's records              appends to the journal
-TakeCopy        the replica                      replaces its tables by a copy
 KeepShard       the shard                        writes a checkpoint
 RestoreTables   hosted_shards                    reads checkpoint and journal; reports TablesRestored
 FillTables      the shard                        initializes tables with the values of our model
@@ -29,10 +27,12 @@ DropTables      the migration                    releases the tables of an aband
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
+
+from msgspec import Struct
 
 from gossipx.protocol.effects import Effect, Pieces
-from gossipx.protocol.server_messages import RecordRequest
+from gossipx.protocol.fields import Groups, Parts
 
 
 class TableEffect(Effect, frozen=True):
@@ -63,11 +63,30 @@ class ApplyBuffered(TableEffect, frozen=True):
     sums: bool = False
 
 
-class Share(TableEffect, frozen=True):
-    """Keep the gradient of ``ticket`` under ``other`` too, our request that forwards it."""
+ShardEvent: TypeAlias = tuple[str | int | float, ...]
+"""An event of a shard: a word and its figures; see :meth:`gossipx.server.shard.Shard.apply_record`."""
 
-    ticket: int
-    other: int
+
+class ShardRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """The latest events of a shard, as its journal has them. The last one may be the gradient of a bucket.
+
+    Attributes:
+        shard: the shard.
+        epoch: of the layout.
+        number: of the record, counted from the first checkpoint of that layout.
+        happened: the events, in order.
+        bucket: of the gradient; −1: no gradient.
+        progress, parts, settings: of the gradient, as in :class:`~gossipx.protocol.server_messages.GradientRequest`.
+    """
+
+    shard: int
+    epoch: int
+    number: int
+    happened: tuple[ShardEvent, ...]
+    bucket: int = -1
+    progress: int = -1
+    parts: Parts = ()
+    settings: Groups = ()
 
 
 class Record(TableEffect, frozen=True):
@@ -77,15 +96,8 @@ class Record(TableEffect, frozen=True):
         ticket: of the gradient that belongs to the record; None: no gradient.
     """
 
-    record: RecordRequest
+    record: ShardRecord
     ticket: int | None
-
-
-class TakeCopy(TableEffect, frozen=True):
-    """Replace the tables of a shard by the payload kept under ``ticket``, and release the ticket."""
-
-    ticket: int
-    shard: int
 
 
 class KeepShard(TableEffect, frozen=True):

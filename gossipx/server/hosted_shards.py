@@ -13,7 +13,7 @@ from gossipx.protocol.messages import Reply
 from gossipx.protocol.table_effects import RestoreTables
 from gossipx.server.placement import Layout
 from gossipx.server.plan import ServerPlan
-from gossipx.server.shard import JournalRecords, Shard
+from gossipx.server.shard import Records, Shard
 from gossipx.server.shard_clock import ShardClock
 from gossipx.server.sync_models import Hybrid
 
@@ -57,10 +57,10 @@ class HostedShards:
         self._leaves = False
 
     def make(self, index: int, layout: Layout) -> Shard:
-        """Make a shard of ``layout`` in its initial state, to be hosted or replicated here."""
+        """Make a shard of ``layout`` in its initial state, to be hosted here."""
         clock = self._plan.clock_of(index)
         shard = Shard(index, layout.buckets[index], clock, self._context.requests, self._plan.every)
-        shard.records = JournalRecords(index, self.epoch) if self._plan.journals else shard.records
+        shard.records = Records(index, self.epoch, enabled=self._plan.journals)
         return shard
 
     def fresh(self, index: int, servers: Sequence[int]) -> Shard:
@@ -154,7 +154,7 @@ class HostedShards:
             return []  # the servers were changed meanwhile, so this shard is another one, or lies elsewhere
         if event.state is None:
             return [*self.begin(shard, now), *shard.update_members(training)]
-        shard.records = JournalRecords(shard.index, event.epoch)
+        shard.records = Records(shard.index, event.epoch, enabled=True)
         shard.load_state_dict(event.state)
         shard.restarted_at = shard.clock.clock
         return [*shard.serve(now), *shard.update_members(training)]

@@ -1,29 +1,26 @@
 """Server mode of one peer: dispatches events to the parts of its server and its worker.
 
-A peer may host shards, replicate shards, train as a worker, or several of these. Separate classes handle the worker's
-requests, replication, changes of servers and switches of sync models; this class connects them to the peer role.
+A peer may host shards, train as a worker, or both. Separate classes handle the worker's requests, changes of servers
+and switches of sync models; this class connects them to the peer role.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import PullExchange
 from gossipx.peer.server_role import Metrics, ServerRole
 from gossipx.protocol.effects import Effect, Mix, Note, Resume, SetTimer, Stop
 from gossipx.protocol.events import ChangeServers, Event, GradientsReady, Prepared, Received, SwitchSync, TablesRestored
-from gossipx.protocol.messages import AcceptReply, ArriveRequest, NotReadyReply, Reply, Stage
+from gossipx.protocol.messages import ArriveRequest, NotReadyReply, Reply, Stage
 from gossipx.protocol.server_messages import (
-    CopyRequest,
     GradientRequest,
-    HoldersRequest,
     PauseRequest,
     PlacedReply,
     PlaceRequest,
     PrepareRequest,
     RangesRequest,
-    RecordRequest,
     ServerRequest,
     ServersRequest,
     SwitchRequest,
@@ -34,7 +31,6 @@ from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.migration import Migration, MigrationHost
 from gossipx.server.placement import Layout
 from gossipx.server.plan import ServerPlan, workers
-from gossipx.server.replication import FOLLOW, RECORDS, Replica, Replication
 from gossipx.server.requests import Replies
 from gossipx.server.shard import Shard
 from gossipx.server.switches import SyncModelSwitch
@@ -60,10 +56,10 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     """
 
     request_types = (
-        *(GradientRequest, TablesRequest, SwitchRequest, RecordRequest, CopyRequest),
-        *(HoldersRequest, ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
+        *(GradientRequest, TablesRequest, SwitchRequest),
+        *(ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
     )
-    timers = (AGAIN, WATCH, RECORDS, FOLLOW)
+    timers = (AGAIN, WATCH)
     captured_ticket = None
     awaits_all = True
 
@@ -77,23 +73,10 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self.shards = self.hosted.shards
         self.migration = Migration(context, self._replies, self, plan.layouts, plan.layout)
         self.coordinator = Coordinator(context, self._replies, self.migration, plan.fixed)
-        self._replication = Replication(
-            *(context, self._replies, self.shards, self._training, plan.holders),
-            fresh=lambda index: self.hosted.make(index, plan.layout),
-            start=self.hosted.begin,
-            use_holders=lambda index, ranks: self.worker.use_holders(index, ranks),
-            ask_for_signs=self._ask_for_signs,
-        )
         for index in plan.shards_of(context.rank):
-            shard = self.hosted.make(index, plan.layout)
-            others = [rank for rank in plan.holders[index] if rank != context.rank]
-            if others:
-                initial_holder = plan.holders[index][0] == context.rank
-                self._replication.follow(shard, others[0], initial_holder)
-            else:
-                self.shards[index] = shard
+            self.shards[index] = self.hosted.make(index, plan.layout)
         common = context, self._replies
-        links = [ShardLink(*one) for one in zip(plan.holders, plan.layout.buckets, plan.syncs, strict=True)]
+        links = [ShardLink(*one) for one in zip(plan.layout.servers, plan.layout.buckets, plan.syncs, strict=True)]
         self.worker = Worker(*common, self._worker_answered, links, plan.settings.overlap)
         self._sync_model_switch = SyncModelSwitch(
             *common, self.shards, self.worker.holder, len(self._workers()), plan.rate, self.migration
@@ -104,19 +87,14 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self._asked_for_layout = False  # a server is lost, and the other peers were asked for a newer layout
 
     @property
-    def replicas(self) -> dict[int, Replica]:
-        """The shards that this peer replicates, or whose holder is not known yet."""
-        return self._replication.replicas
-
-    @property
     def _servers(self) -> tuple[int, ...]:
         """For each shard, the rank that holds it in the current layout."""
         return self.migration.layout.servers
 
     @property
-    def _holders(self) -> Sequence[tuple[int, ...]]:
-        """For each shard, the ranks that may hold it."""
-        return [(rank,) for rank in self._servers] if self.migration.epoch else self._replication.holders
+    def _gone(self) -> list[int]:
+        """The lost servers."""
+        return [rank for rank in self._servers if self._context.members.is_gone(rank)]
 
     @property
     def over(self) -> bool:
@@ -124,7 +102,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     @property
     def is_needed_at_finish(self) -> bool:
-        return bool(self.shards or self.replicas) or not self.trains
+        return bool(self.shards) or not self.trains
 
     @property
     def contributions(self) -> int:
@@ -144,7 +122,6 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self._serves = True
         effects = self.hosted.start_serving(now)
         effects += self.migration.ask_layout(now) if self.hosted.unconfirmed else []
-        effects += self._replication.begin(now)
         began = self.worker.begin(now, self._context.step - 1) if self.trains else []
         return self._follow_up([*effects, *began], now)
 
@@ -197,13 +174,12 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         if reply is None:
             return [*went, *self._give_up_lost(), *self._server_lost(now)]
         if isinstance(reply, NotReadyReply):  # the holder may be considered lost by mistake
-            gone = {rank for ranks in self._holders for rank in ranks if self._context.members.is_gone(rank)}
-            went = [*went, *self._ask_for_signs(gone, now)]
+            went = [*went, *self._ask_for_signs(self._gone, now)]
         return [*learned, *self._answered_all(went, now)]
 
     def _server_lost(self, now: float) -> list[Effect]:
-        """Handle a lost server: if no holder of its shard is left, ask the other peers for a newer layout first."""
-        if not any(map(self._are_gone, self._holders)) or self.migration.is_asking_for_layout:
+        """Handle a lost server: ask the other peers for a newer layout first."""
+        if not self._gone or self.migration.is_asking_for_layout:
             return []
         seeks = not self._plan.fixed and not (self._asked_for_layout and self._settings.server_lost == "stop")
         questions = self.migration.ask_layout(now) if seeks else []
@@ -212,7 +188,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def _stop_lost(self) -> list[Effect]:
         """Stop training if a server is lost for good and --server-lost is stop."""
-        gone = [holders[0] for holders in self._holders if self._are_gone(holders)]
+        gone = self._gone
         if (
             not gone
             or not self._asked_for_layout
@@ -228,8 +204,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def _give_up_lost(self) -> list[Effect]:
         """Stop waiting for a lost server's last tables at the end of the run."""
-        gone = any(map(self._are_gone, self._holders))
-        if not (self._finishing and gone):
+        if not (self._finishing and self._gone):
             return []
         self._finishing = False
         return [
@@ -237,10 +212,6 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             Note("tables", "a server was lost before it sent its last tables: this peer keeps its own"),
             Resume(),
         ]
-
-    def _are_gone(self, ranks: Sequence[int]) -> bool:
-        """Return whether all of these ranks are gone."""
-        return all(map(self._context.members.is_gone, ranks))
 
     def _answered_all(self, effects: list[Effect], now: float) -> list[Effect]:
         if not self.worker.idle:
@@ -264,14 +235,10 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
                 effects = self.coordinator.requested(event, request, now)
             case PauseRequest() | PrepareRequest() | RangesRequest() | PlaceRequest():
                 effects = self.migration.requested(event, now)
-            case RecordRequest() as request:
-                return self._replication.record_received(event, request, now)
-            case HoldersRequest() as request:
-                effects = self._replication.holders_announced(event, request, now)
             case GradientRequest() | TablesRequest() as request:
                 diverted = self.migration.divert(event, request, now)
                 effects = self._shard_requested(event, request, now) if diverted is None else diverted
-            case SwitchRequest() | CopyRequest() as request:
+            case SwitchRequest() as request:
                 effects = self._shard_requested(event, request, now)
             case _:
                 raise AssertionError(event.request)
@@ -279,23 +246,17 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def _shard_requested(self, event: Received, request: ServerRequest, now: float) -> list[Effect]:
         """Handle a request for one shard."""
-        effects = self._replication.step_in(event.sender, request, now)
         shard = self.shards.get(request.shard)
         if shard is None:
-            if isinstance(request, CopyRequest) and self._replication.is_followed(request.shard):
-                return [self._answer(event.key, AcceptReply(), now)]
-            follows = request.shard in self._replication.replicas
-            reason = "it has only a replica" if follows else "it does not hold this shard: start all peers alike"
-            return [*effects, self._answer(event.key, NotReadyReply(reason), now)]
+            refusal = NotReadyReply("it does not hold this shard: start all peers alike")
+            return [self._answer(event.key, refusal, now)]
         match request:
-            case CopyRequest():
-                return [*effects, *self._replication.copy_requested(event, request, shard, now)]
             case SwitchRequest():
-                return [*effects, *self._sync_model_switch.requested(event, request, shard, now)]
+                return self._sync_model_switch.requested(event, request, shard, now)
             case TablesRequest() if shard.is_serving and event.sender not in self._training():
-                return [*effects, *shard.answer_at_once(event, request, now)]
+                return shard.answer_at_once(event, request, now)
             case GradientRequest() | TablesRequest():
-                return [*effects, *shard.requested(event, request, now)]
+                return shard.requested(event, request, now)
         raise AssertionError(request)
 
     # --- members ------------------------------------------------------------------------------------
@@ -317,13 +278,12 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def members_changed(self, now: float) -> list[Effect]:
         training = self._training()
         removed = [effect for shard in self.shards.values() for effect in shard.update_members(training)]
-        changed = [*removed, *self._begin_confirmed(now), *self._replication.members_changed()]
+        changed = [*removed, *self._begin_confirmed(now)]
         return self._follow_up([*changed, *self.worker.send_ready(now), *self.coordinator.check_members(now)], now)
 
     def peer_lost(self, rank: int, now: float) -> list[Effect]:
-        gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)
-        effects = [*(self._server_lost(now) if gone else []), *self._replication.peer_lost(rank)]
-        return [*effects, *self.worker.peer_lost(rank, now), *self.members_changed(now), *self._give_up_lost()]
+        lost = self._server_lost(now) if rank in self._gone else []
+        return [*lost, *self.members_changed(now), *self._give_up_lost()]
 
     def peer_left(self, rank: int, now: float) -> list[Effect]:
         return self.peer_lost(rank, now)
@@ -332,8 +292,6 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         what, _, shard = name.partition(" ")
         if what == AGAIN:
             return self.worker.retry(int(shard), now)
-        if what in (RECORDS, FOLLOW):
-            return self._follow_up(self._replication.timer_fired(what, int(shard), now), now)
         self._watching = False
         signs = self._ask_for_signs(self._held_up_by(), now)
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
@@ -349,7 +307,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         what = "the next gradient" if shard.clock.awaits_gradients else f"iteration {shard.clock.clock}"
         return Note("held up", f"pulls from shard {shard.index} wait for {what} of peer {ranks}")
 
-    def _ask_for_signs(self, ranks: set[int], now: float) -> list[Effect]:
+    def _ask_for_signs(self, ranks: Iterable[int], now: float) -> list[Effect]:
         """Ask peers for a sign of life, unless they were asked already."""
         asked = self._context.requests.open_ranks(ArriveRequest)
         here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._context.incarnation)
@@ -361,9 +319,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return {rank for shard in self.shards.values() for rank in shard.holding_up if rank != self._context.rank}
 
     def _follow_up(self, effects: list[Effect], now: float) -> list[Effect]:
-        """Add what follows any event: due checkpoints, records to send, and the periodic check."""
+        """Add what follows any event: due checkpoints, and the periodic check."""
         effects = effects + self.hosted.checkpoint()  # last, so that checkpoints include this event
-        effects += self._replication.send(now)
         changes = self.migration.busy or self.coordinator.busy or self.hosted.unconfirmed
         waits = changes or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:
@@ -400,7 +357,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def beginning(self) -> list[Shard]:
         """Return the shards that this peer holds at the start of the run; they may be restored before it joins."""
-        return [*self.shards.values(), *(one.shard for one in self.replicas.values() if one.initial_holder)]
+        return [*self.shards.values()]
 
     # --- the end ----------------------------------------------------------------------------------
 

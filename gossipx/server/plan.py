@@ -29,7 +29,6 @@ class ServerPlan:
         layouts: makes the layout of any list of servers.
         layout: the first layout.
         clock_of: makes a shard's initial clock.
-        holders: for each shard, the rank that holds it, followed by the rank of its replica if it has one.
         syncs: each shard's first sync model.
         rate: the learning rate, for sync models that depend on it; None: unknown.
         every: the interval between two checkpoints of a shard, in ticks; 0: none are taken at intervals.
@@ -40,7 +39,6 @@ class ServerPlan:
     layouts: Layouts
     layout: Layout
     clock_of: Callable[[int], ShardClock]
-    holders: tuple[tuple[int, ...], ...]
     syncs: tuple[SyncModel, ...]
     rate: float | None
     every: int
@@ -49,11 +47,11 @@ class ServerPlan:
     @property
     def journals(self) -> bool:
         """Whether changes of a shard are written to a journal before they are acknowledged."""
-        return bool(self.every) and self.settings.journal and not self.settings.server_replicas
+        return bool(self.every) and self.settings.journal
 
     def shards_of(self, rank: int) -> list[int]:
-        """Return the shards that a peer may hold when the run begins."""
-        return [index for index, holders in enumerate(self.holders) if rank in holders]
+        """Return the shards that a peer holds when the run begins."""
+        return [index for index, server in enumerate(self.layout.servers) if server == rank]
 
 
 def workers(given: Server, servers: Sequence[int], size: int) -> list[int]:
@@ -113,20 +111,3 @@ def sync_models_by_shard(
         application(model, given.apply)  # raises if --apply does not suit the model
         check_shards(model, shards)
     return syncs * shards if len(syncs) == 1 else syncs
-
-
-def holders_of(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """Return by shard the rank of its server, followed by that of its replica if there are replicas.
-
-    The replica is on the next server, or on the next peer if there is a single server.
-
-    Raises:
-        UsageError: there is no second peer for the replica.
-    """
-    if replicas and size == 1:
-        raise UsageError("--server-replicas 1 needs a second peer for the replica: give more peers, or leave it out")
-    if not replicas:
-        return tuple((rank,) for rank in servers)
-    if len(servers) == 1:
-        return ((servers[0], (servers[0] + 1) % size),)
-    return tuple(zip(servers, [*servers[1:], servers[0]], strict=True))

@@ -6,9 +6,8 @@ worker's own push of that iteration is complete here, so messages may arrive in 
 iteration are answered together.
 
 A shard's decisions follow from its inputs in order. So a log of these inputs, with the gradients, leads from an earlier
-copy to the same tables. Records of them go to a journal beside the shard's checkpoints, or to the peer with the
-replica. Acknowledgements wait until the records of their inputs are safe, so no acknowledged push is lost with the
-shard's holder.
+copy to the same tables. Records of them go to a journal beside the shard's checkpoints. Acknowledgements wait until the
+records of their inputs are written, so no acknowledged push is lost with the shard's process.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from gossipx.errors import UsageError
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Answer, Effect, Forget, Keep, Note, RequestedBucket
 from gossipx.protocol.events import Received
-from gossipx.protocol.fields import ShardEvent
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import (
     GradientRequest,
     PushAgainReply,
-    RecordRequest,
     TablesReply,
     TablesRequest,
 )
@@ -40,6 +37,8 @@ from gossipx.protocol.table_effects import (
     FillTables,
     KeepShard,
     Record,
+    ShardEvent,
+    ShardRecord,
 )
 from gossipx.server.conditions import SyncModel
 from gossipx.server.requests import Deferred, defer, put_off
@@ -51,26 +50,22 @@ MOST_ENTRIES = 500
 
 
 class Records:
-    """The log of one shard's inputs; this base class discards it.
+    """The log of one shard's inputs, for its journal.
 
     Args:
         shard: its index.
-        copy: identifies the copy of the shard that records are numbered from: the epoch of a journal's layout, or the
-            number of a replica's copy.
+        epoch: of the layout that the shard belongs to; a journal is valid for one layout only.
+        enabled: whether records are made.
 
     Attributes:
-        number: of the next record after that copy, to be made or followed.
+        number: of the next record, to be made or applied.
     """
 
-    enabled = False
-    """Whether records are made."""
-    from_checkpoint = False
-    """Whether records are useful only with a checkpoint to start from."""
-
-    def __init__(self, shard: int, copy: int = 0):
-        self.shard = shard
-        self.copy = copy
+    def __init__(self, shard: int, epoch: int = 0, enabled: bool = False):
+        self.enabled = enabled
         self.number = 0
+        self._shard = shard
+        self._epoch = epoch
         self._happened: list[ShardEvent] = []
 
     def log(self, *entry: str | int | float) -> None:
@@ -80,40 +75,25 @@ class Records:
 
     def log_push(self, push: GradientRequest, ticket: int) -> list[Effect]:
         """Make a record of all inputs up to a push, whose gradient is kept under ``ticket``."""
-        return self._made(push, ticket)
+        if not self.enabled:
+            return []
+        gradient = push.bucket, push.progress, push.parts, push.settings
+        return [Record(ShardRecord(*self._next(), *gradient), ticket)]
 
     def flush(self, at_least: int = 1) -> list[Effect]:
         """Make a record of the inputs without a gradient, if there are at least ``at_least``."""
-        return self._made(None, None) if self.enabled and len(self._happened) >= at_least else []
+        return [Record(ShardRecord(*self._next()), None)] if len(self._happened) >= at_least else []
 
-    def _made(self, push: GradientRequest | None, ticket: int | None) -> list[Effect]:
-        if not self.enabled:
-            return []
-        log, self._happened = tuple(self._happened), []
-        gradient = (-1, -1, (), ()) if push is None else (push.bucket, push.progress, push.parts, push.settings)
-        # The sender sets its own patience.
-        record = RecordRequest(self.shard, self.copy, self.number, log, *gradient, patience=1.0)
+    def _next(self) -> tuple[int, int, int, tuple[ShardEvent, ...]]:
+        """Return the place of the next record, and the inputs in it."""
+        happened, self._happened = tuple(self._happened), []
         self.number += 1
-        return self.write(record, ticket)
-
-    def write(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
-        """Store or send a record."""
-        return []
+        return self._shard, self._epoch, self.number - 1, happened
 
     def delay_answers(self, effects: Sequence[Effect]) -> list[Effect]:
-        """Delay the answers among ``effects`` until the records made so far are safe."""
-        return list(effects)
-
-
-class JournalRecords(Records):
-    """A log that is written to disk before anything is acknowledged; valid for one layout only."""
-
-    enabled = from_checkpoint = True
-
-    def write(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
-        return [Record(record, ticket)]
-
-    def delay_answers(self, effects: Sequence[Effect]) -> list[Effect]:
+        """Delay the answers among ``effects`` until the records made so far are written."""
+        if not self.enabled:
+            return list(effects)
         return [replace(one, in_order=True) if isinstance(one, Answer) else one for one in effects]
 
 
@@ -162,7 +142,7 @@ class Shard:
         every: ticks between two checkpoints; 0: none are taken at intervals.
 
     Attributes:
-        records: logs what happens to the shard, for its journal or replica.
+        records: logs what happens to the shard, for its journal.
         is_serving: workers are answered.
         restored: the shard continues from a saved state.
         run_resumes: all peers resume together from the checkpoint of this shard's clock.
@@ -195,7 +175,7 @@ class Shard:
     def begin(self, now: float) -> list[Effect]:
         """Start once all peers have reached START: fill the tables with this peer's own model, unless restored."""
         fill: list[Effect] = [] if self.restored else [FillTables(self.index)]
-        return [*fill, *self.checkpoint(first=self.records.from_checkpoint), *self.serve(now)]
+        return [*fill, *self.checkpoint(first=self.records.enabled), *self.serve(now)]
 
     def begin_again(self, clock: int, now: float) -> list[Effect]:
         """Start without the state that the shard had when its server was killed, with the model of a worker that has
@@ -281,10 +261,10 @@ class Shard:
         workers = [[rank, clock - 1, 0, None, False, False, 0] for rank, *_ in state["clock"]["workers"]]
         self.load_state_dict({**state, "clock": {**state["clock"], "workers": workers}, "workers": []})
 
-    def apply_record(self, record: RecordRequest, ticket: int) -> list[Effect]:
-        """Apply a record of what happened to the original of this shard. Return the effects on the tables.
+    def apply_record(self, record: ShardRecord, ticket: int) -> list[Effect]:
+        """Apply a record of what had happened to this shard, to restore it. Return the effects on the tables.
 
-        A replica follows the shard's holder this way, and a restored shard its journal. Invalid entries are skipped.
+        Invalid entries are skipped.
 
         Args:
             record: the next one, by number.
@@ -305,7 +285,7 @@ class Shard:
                 case ("apply",):
                     effects += self._carry_out(self.clock.apply_now())
                 case ("switch", str(sync), str(apply), str(pulls)):
-                    with contextlib.suppress(UsageError):  # the holder could switch, if its settings are the same
+                    with contextlib.suppress(UsageError):  # the shard could switch, if its settings were the same
                         effects += self._switched(sync_model_from(sync), apply, pulls)
         made: list[Effect] = [one for one in effects if not isinstance(one, Answer | Note)]
         uses = any(isinstance(one, ApplyGradient | BufferGradient | Forget) and one.ticket == ticket for one in made)
@@ -326,7 +306,7 @@ class Shard:
         self.load_state_dict({**state, "workers": workers})
         self._kept_at, self._handed_over = state["kept"], True
         self.is_serving = True
-        return self.checkpoint(first=True) if self.records.from_checkpoint else []
+        return self.checkpoint(first=True) if self.records.enabled else []
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
         """Stop serving, since the shard moves elsewhere, and answer all waiting pulls with ``reply``."""
@@ -457,11 +437,6 @@ class Shard:
         """Remove a worker that is gone or has finished, so that nothing waits for it."""
         self.records.log("lost", worker)
         return self.records.delay_answers([*self._drop(worker), *self.records.flush(at_least=MOST_ENTRIES)])
-
-    def step_down(self) -> list[Effect]:
-        """Stop serving, since another peer holds the shard now, and refuse all waiting pulls."""
-        self.is_serving = False
-        return [effect for worker in list(self._workers) for effect in self._refuse_pulls(self._workers[worker])]
 
     def _refuse_pulls(self, worker: ShardWorker) -> list[Effect]:
         """Refuse all waiting pulls of a worker."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.membership import FIRST_BACKOFF
-from gossipx.protocol.effects import Cancel, Effect, Forget, Note, Resume, Send, SetTimer, Stop
+from gossipx.protocol.effects import Effect, Forget, Note, Resume, Send, SetTimer, Stop
 from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import MEASURED, GradientRequest, PushAgainReply, TablesReply, TablesRequest
 from gossipx.protocol.table_effects import Fetch, Fetched, Gather, Unchanged
@@ -46,11 +46,10 @@ class ShardLink:
     """A worker's link to one shard.
 
     Attributes:
-        holders: the ranks that may hold the shard.
+        server: the rank that holds the shard.
         buckets: the number of its buckets.
         first_sync: the shard's first sync model.
         sync_spec: the sync model that the shard's last reply named; empty: the first one.
-        holder_index: the index of the holder that requests are sent to.
         ready: buckets whose gradients wait to be pushed.
         pushed_to: the rank and the incarnation of the server that this iteration's gradients were first pushed to;
             None: none yet.
@@ -66,11 +65,10 @@ class ShardLink:
         sync: that model, which decides after which iterations to push and to pull.
     """
 
-    holders: tuple[int, ...]
+    server: int
     buckets: int
     first_sync: SyncModel
     sync_spec: str = ""
-    holder_index: int = 0
     ready: deque[int] = field(default_factory=deque)
     pushed_to: tuple[int, int | None] | None = None
     pushing: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -90,10 +88,6 @@ class ShardLink:
         """Follow the sync model of this spec; empty: the first one."""
         self.sync_spec = spec
         self.sync = sync_model_from(spec) if spec else self.first_sync
-
-    @property
-    def server(self) -> int:
-        return self.holders[self.holder_index]
 
     @property
     def idle(self) -> bool:
@@ -154,8 +148,8 @@ class Worker:
     _progress: int = 0  # the iteration whose gradients are being pushed, or were last
     _next: int = 0  # the next iteration; it jumps ahead to a clock that has passed us
     _gathers: bool = False  # the gradients of this iteration, or of the last one, stay in the transmit buffers
-    # The shard and the receiver of each open request; None: it is of an earlier layout.
-    _by_ticket: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    # The shard of each open request; None: it is of an earlier layout.
+    _by_ticket: dict[int, int | None] = field(default_factory=dict)
     _since: float = 0.0  # when the current pulls began
     _epoch: int = 0  # the layout's
     _is_dropped: bool = False  # this iteration's gradients are of an earlier layout, so they are not sent
@@ -173,12 +167,6 @@ class Worker:
     def holder(self, shard: int) -> int:
         """Return the rank that requests for a shard are sent to."""
         return self.links[shard].server
-
-    def use_holders(self, shard: int, holders: tuple[int, ...]) -> None:
-        """Send further requests for a shard to other peers that may hold it."""
-        link = self.links[shard]
-        link.holder_index = holders.index(link.server) if link.server in holders else 0
-        link.holders = holders
 
     def begin(self, now: float, at: int = 0) -> list[Effect]:
         """Pull all current values, and continue at the shards' clocks, or at iteration ``at`` if that is later."""
@@ -198,7 +186,6 @@ class Worker:
     def switch_layout(self, servers: Sequence[int], buckets: Sequence[int], epoch: int, now: float) -> list[Effect]:
         """Switch to another layout while :attr:`quiet`, and repeat open pulls there."""
         self._forget_requests()
-        holders = [(rank,) for rank in servers]
         pulled, fetched = self.links[0].pulled, min(link.fetched for link in self.links)
         pulls = any(link.waits for link in self.links)
         self._epoch = epoch
@@ -206,7 +193,7 @@ class Worker:
         first_sync, sync_spec = self.links[0].first_sync, self.links[0].sync_spec
         self.links = [
             ShardLink(*one, first_sync, sync_spec, pulled=pulled, fetched=fetched)
-            for one in zip(holders, buckets, strict=True)
+            for one in zip(servers, buckets, strict=True)
         ]
         for link in self.links:
             link.pushed_to = self._process(link)  # it has taken over all pushes
@@ -318,7 +305,7 @@ class Worker:
 
     def _send(self, shard: int, request: GradientRequest | TablesRequest, now: float) -> Send:
         send = self.replies.send(self.links[shard].server, request, now, now + request.patience, self.handler)
-        self._by_ticket[send.ticket] = shard, send.to
+        self._by_ticket[send.ticket] = shard
         return send
 
     def stop(self) -> None:
@@ -335,13 +322,12 @@ class Worker:
 
     def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
         """Handle a shard's reply; None: the request failed."""
-        place = self._by_ticket.pop(ticket)
-        if place is None:
+        shard = self._by_ticket.pop(ticket)
+        if shard is None:
             return [Forget(ticket)]
-        shard, asked = place
         if reply is None:
             waits = self._note_wait(shard, "it does not answer; restart it, or use --server-lost stop", now)
-            return [Forget(ticket), *waits, self._failed(ticket, shard, asked, now)]
+            return [Forget(ticket), *waits, self._failed(ticket, shard, now)]
         link = self.links[shard]
         if ticket not in link.pushing and ticket not in link.pulling:  # it was dropped
             return [Forget(ticket)]
@@ -350,10 +336,10 @@ class Worker:
             if isinstance(reply, AcceptReply):
                 return [Forget(ticket), *self._advance_skipped(shard), *self.send_ready(now)]
             self._requeue_push(link, *push)
-            return [Forget(ticket), self._not_ready(shard, asked, now)]
-        return self._pulled(ticket, shard, asked, reply, now)
+            return [Forget(ticket), self._not_ready(shard, now)]
+        return self._pulled(ticket, shard, reply, now)
 
-    def _pulled(self, ticket: int, shard: int, asked: int, reply: Reply, now: float) -> list[Effect]:
+    def _pulled(self, ticket: int, shard: int, reply: Reply, now: float) -> list[Effect]:
         """Handle a shard's reply to a pull."""
         link = self.links[shard]
         bucket, pulled = link.pulling.pop(ticket)
@@ -367,7 +353,7 @@ class Worker:
                 waits = self._note_wait(shard, "other workers' pushes are missing there", now)
                 return [Forget(ticket), *waits, *self.send_ready(now)]
             waits = self._note_wait(shard, reply.reason if isinstance(reply, NotReadyReply) else "", now)
-            return [Forget(ticket), *waits, self._not_ready(shard, asked, now)]
+            return [Forget(ticket), *waits, self._not_ready(shard, now)]
         restart = self._note_restart(shard, reply)
         self._next = max(self._next, link.pulled + 1, reply.clock)
         if reply.sync != link.sync_spec:  # the sync model was switched
@@ -440,7 +426,7 @@ class Worker:
         switched = "" if reply.sync == link.sync_spec else f"; its sync model is now {sync}"
         return [Note("", f"peer {link.server}, a server, was restarted: {lost}{switched}")]
 
-    def _failed(self, ticket: int, shard: int, asked: int, now: float) -> Effect:
+    def _failed(self, ticket: int, shard: int, now: float) -> Effect:
         """Handle a request without a reply: send it again after a delay."""
         link = self.links[shard]
         if ticket in link.pushing:
@@ -449,26 +435,8 @@ class Worker:
             bucket, pulled = link.pulling.pop(ticket)
             if pulled == link.pulled:
                 link.to_pull.appendleft(bucket)
-        if self.context.members.is_gone(asked):
-            self._try_next_holder(link, asked)
         other = self.context.members.others.get(link.server)
         return self._back_off(shard, now if other is None else other.backoff_until)
-
-    def peer_lost(self, rank: int, now: float) -> list[Effect]:
-        """Send requests for a lost peer's shards to another peer that may hold them now."""
-        turned = {(shard, rank) for shard, link in enumerate(self.links) if self._try_next_holder(link, rank)}
-        return [Cancel(ticket) for ticket, place in self._by_ticket.items() if place in turned]
-
-    def _try_next_holder(self, link: ShardLink, asked: int) -> bool:
-        """Choose another holder of the shard, if ``asked`` is the current one. Return whether there is another."""
-        if link.server != asked:
-            return False
-        for step in range(1, len(link.holders)):
-            index = (link.holder_index + step) % len(link.holders)
-            if not self.context.members.is_gone(link.holders[index]):
-                link.holder_index = index
-                return True
-        return False
 
     def _requeue_push(self, link: ShardLink, bucket: int, progress: int) -> None:
         """Push a bucket again, unless the next iteration has begun. Then the shard has the push, since it answered the
@@ -477,9 +445,8 @@ class Worker:
         if progress == self._progress:
             link.ready.appendleft(bucket)
 
-    def _not_ready(self, shard: int, asked: int, now: float) -> Effect:
+    def _not_ready(self, shard: int, now: float) -> Effect:
         """Handle a shard's reply that it cannot answer yet or is not held there."""
-        self._try_next_holder(self.links[shard], asked)
         server, members = self.links[shard].server, self.context.members
         own_backoff = now + FIRST_BACKOFF * self.context.timeout
         return self._back_off(shard, members.back_off(server, now) if server in members.others else own_backoff)

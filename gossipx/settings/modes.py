@@ -243,8 +243,6 @@ class Server(AnyMode):
     """Send gradients as the backward pass produces them; else all at the optimizer's step."""
     overlap: bool = setting(True)
     """Pull from each shard separately; else from all shards once all of them can answer."""
-    server_replicas: int = setting(0, 0, 1)
-    """Number of replicas per shard, on other peers; a replica takes over when the server is lost: 0 or 1."""
     journal: bool = setting(True, marks="real")
     """Write each gradient to a journal before acknowledging it, so that a killed server can be restarted."""
     server_lost: Literal["wait", "stop"] = setting("wait")

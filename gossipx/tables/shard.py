@@ -27,7 +27,8 @@ from gossipx.memory import Memory, Source, copy
 from gossipx.model import kernels
 from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
-from gossipx.protocol.server_messages import CarryingReply, GradientRequest, RecordRequest, TablesReply
+from gossipx.protocol.server_messages import CarryingReply, GradientRequest, TablesReply
+from gossipx.protocol.table_effects import ShardRecord
 from gossipx.server.placement import Layout, Partition, common_pieces
 from gossipx.tables.client import SizedSink, check_sizes
 from gossipx.tables.coding import Settings, TableSource
@@ -252,7 +253,7 @@ class ShardStore:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def push_size(self, request: GradientRequest | RecordRequest) -> int:
+    def push_size(self, request: GradientRequest) -> int:
         """Return the number of bytes that a push brings.
 
         Raises:
@@ -270,7 +271,7 @@ class ShardStore:
         check_sizes(request.parts, bucket.sizes, self._storages.raw_pushes)
         return sum(size for _, size in request.parts)
 
-    def decode(self, request: GradientRequest | RecordRequest, content: memoryview) -> Tensor:
+    def decode(self, request: GradientRequest | ShardRecord, content: memoryview) -> Tensor:
         """Decode a push into a bucket's gradient, flat, in the dtype of the values; it may share memory with
         ``content``.
 
@@ -339,7 +340,7 @@ class ShardStore:
         """The size in bytes of all values as workers receive them."""
         return sum(bucket.memory.view.nbytes for bucket in self.buckets)
 
-    def push_capacity(self, request: GradientRequest | RecordRequest) -> int:
+    def push_capacity(self, request: GradientRequest) -> int:
         """Return the size in bytes of a buffer for a push, the same for every push of a bucket so that buffers are
         reused.
         """

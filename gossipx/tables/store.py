@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from gossipx.checkpoint import from_bytes, to_bytes
-from gossipx.errors import MALFORMED, GossipxError, ProtocolError, UsageError
+from gossipx.errors import GossipxError, ProtocolError
 from gossipx.memory import PIECE, Source
 from gossipx.model import kernels
 from gossipx.protocol.effects import Pieces, RequestedBucket
-from gossipx.protocol.server_messages import CopyReply, GradientRequest, RecordRequest
+from gossipx.protocol.server_messages import GradientRequest
+from gossipx.protocol.table_effects import ShardRecord
 from gossipx.server.placement import Layout, Layouts, Partition, common_pieces
 from gossipx.tables.client import SizedSink, TableClient
 from gossipx.tables.coding import Settings, TableSource
@@ -40,7 +40,7 @@ class Gradient(Bytes, Shared):
 
     def __init__(
         self,
-        request: GradientRequest | RecordRequest,
+        request: GradientRequest | ShardRecord,
         view: memoryview,
         descriptor: int | None = None,
         free: Callable[[], None] = lambda: None,
@@ -51,14 +51,8 @@ class Gradient(Bytes, Shared):
         self.source = Source(view, descriptor)
 
 
-COPY = 32
-"""The largest size of a shard's copy, as a multiple of the shard's size plus a megabyte. It covers 16-bit values kept
-in float32 with three optimizer values each, and a float64 gradient buffer.
-"""
-
-
 class DiscardSink:
-    """A sink for pushes of an old or unknown layout, and for records of a shard that is not followed here.
+    """A sink for pushes of an old or unknown layout.
 
     It is a :class:`gossipx.wire.UploadSink` that keeps nothing.
 
@@ -66,7 +60,7 @@ class DiscardSink:
         request: the push.
     """
 
-    def __init__(self, request: GradientRequest | RecordRequest):
+    def __init__(self, request: GradientRequest):
         self.nbytes = sum(size for _, size in request.parts)
         self._view = memoryview(bytearray(min(self.nbytes, PIECE)))
 
@@ -106,7 +100,7 @@ class TableStore:
         rank: the peer's.
         layouts: makes the run's layouts.
         layout: the first.
-        shards: the hosted and the replicated ones.
+        shards: the hosted ones.
         places: the number of gradients received at a time; further senders wait.
 
     Attributes:
@@ -131,15 +125,12 @@ class TableStore:
         self._epoch = 0  # of the hosted shards' layout
         self._next: tuple[int, NextTables] | None = None  # the next epoch and its tables
         self._places = threading.BoundedSemaphore(places)
-        # Records have their own, since applying them never waits. If they shared places with pushes, two servers that
-        # replicate each other's shards could deadlock.
-        self._places_of_records = threading.BoundedSemaphore(places)
         self._spare = SpareMemory()
 
     # --- hosted shards -----------------------------------------------------------------------------
 
-    def sink_for(self, request: GradientRequest | RecordRequest) -> Gradient | DiscardSink | None:
-        """Return the sink for a push or for a record of one.
+    def sink_for(self, request: GradientRequest) -> Gradient | DiscardSink | None:
+        """Return the sink for a push.
 
         Returns:
             None: no place became free for as long as its sender waits.
@@ -147,16 +138,14 @@ class TableStore:
         Raises:
             ProtocolError: its shard is not hosted here, or it does not fit the shard.
         """
-        stores = self._stores(request.epoch if isinstance(request, GradientRequest) else self._epoch)
-        no_replica = isinstance(request, RecordRequest) and request.shard not in self._hosted
-        if stores is None or no_replica:  # this peer may have restarted, and does not follow the shard yet
+        stores = self._stores(request.epoch)
+        if stores is None:
             return DiscardSink(request)
         if request.shard not in stores:
             raise ProtocolError(f"a push for shard {request.shard}, which this peer does not hold")
         store = stores[request.shard]
-        size = store.push_size(request) if request.bucket >= 0 else 0
-        capacity = store.push_capacity(request) if size else 0
-        places = self._places if isinstance(request, GradientRequest) else self._places_of_records
+        size, capacity = store.push_size(request), store.push_capacity(request)
+        places = self._places
         if not places.acquire(timeout=request.patience):
             return None
         spare = self._spare  # not this object: a gradient that is kept must not keep all tables
@@ -240,30 +229,6 @@ class TableStore:
         settings, progress = tuple(state["settings"]), int(state["progress"])
         hosted.store.load_state_dict(state["store"])
         hosted.settings, hosted.progress = settings, progress
-
-    def copy(self, shard: int) -> Source:
-        """Return a snapshot of a shard's tables as bytes."""
-        return Source(memoryview(to_bytes(self.state_dict(shard))))
-
-    def copy_sink(self, shard: int) -> SizedSink:
-        """Return a sink for a copy of a shard, which is hosted here from now on."""
-        if shard not in self._hosted:
-            self._hosted[shard] = _Hosted(ShardStore(self._source, self._layout, shard))
-        most = COPY * self._hosted[shard].store.nbytes + 2**20
-        return SizedSink(
-            "a copy of the requested shard", most, lambda reply: reply.size if isinstance(reply, CopyReply) else None
-        )
-
-    def take_copy(self, shard: int, copy: SizedSink) -> None:
-        """Replace the shard's tables with a received copy.
-
-        Raises:
-            ProtocolError: it is of other tables.
-        """
-        try:
-            self.load_state_dict(shard, from_bytes(copy.content))
-        except (UsageError, *MALFORMED) as error:
-            raise ProtocolError(f"the copy of shard {shard} is unusable: {error}") from error
 
     # --- when the servers change --------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ def metadata_of(message: Message) -> bytes:
         ValueError: a peer would not accept one of the fields.
     """
     try:
-        metadata = _encode(message)
+        metadata = encoded(message)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"{type(message).__name__}: {error}") from error
     _decoded(kind_of(type(message)), metadata)
@@ -124,7 +124,8 @@ def _plain_number(value: Any) -> Any:
     return float(value) if isinstance(value, float) else value.__index__()
 
 
-_encode = msgspec.json.Encoder(enc_hook=_plain_number).encode
+encoded = msgspec.json.Encoder(enc_hook=_plain_number).encode
+"""Returns a struct as JSON."""
 
 
 def message_of(kind: Kind, metadata: bytes) -> Message:

@@ -140,7 +140,7 @@ def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Pat
     [
         pytest.param(("0",), marks=pytest.mark.slow),
         ("0,1",),
-        pytest.param(("0", "--servers-only", "--server-replicas", "1"), marks=pytest.mark.slow),
+        pytest.param(("0", "--servers-only"), marks=pytest.mark.slow),
     ],
 )
 def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: tuple[str, ...]) -> None:

@@ -40,20 +40,6 @@ def same(whole: Run, other: Run, workers: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("servers", "workers"), [("0", [1, 2]), ("0,1", [2])])
-def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[int]) -> None:
-    options = (*BRIEF, "--servers", servers, "--server-replicas", "1", "--iterations", "250")
-    with folder(tmp_path, 3) as here:
-        whole = here.run(*options, name="whole")
-        process = here.start_run(*options)
-        killed(process, here, 0)
-        ended = process.end()
-        assert ended.code == 0, ended.shown
-        assert f"[{here.names[1]}] this peer now holds shard 0, from clock" in ended.output, ended.shown
-        same(whole, Run(here.path / "x", ended), workers)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("resumes", [(), ("1",)], ids=["", "GOSSIPX_RESUME"])
 def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path, resumes: tuple[str, ...]) -> None:
     options = (*BRIEF, "--servers", "0", "--checkpoint-every", "40", "--iterations", "250")
@@ -70,6 +56,7 @@ def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path, resu
 
 
 @pytest.mark.fault(44)
+@pytest.mark.fault(56)
 @pytest.mark.parametrize(
     ("sync", "options"),
     [

@@ -90,17 +90,6 @@ def test_normalisation_and_small_tensors_may_stay_unencoded() -> None:
     torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-6, atol=1e-6)
 
 
-def test_after_a_failover_workers_receive_full_values() -> None:
-    options = {"push_codec": "3lc:1.0", "pull_codec": "3lc:1.0", "server_replicas": 1}
-    made = served.world(3, servers="0", servers_only=True, **options)
-    made.crash(0, 4.3)
-    served.ended(made)
-    left = models(made)[1:]
-    assert torch.equal(left[0], left[1])
-    assert bool(left.isfinite().all())
-    assert served.clocks(made)[0] == served.ITERATIONS
-
-
 @pytest.mark.parametrize("pull", some(["3lc:1.0", "localsteps:k=3"], "3lc:1.0"))
 @pytest.mark.parametrize("what", some(["crash", "pause", "late"], "crash"))
 def test_new_and_returning_workers_first_receive_full_values(

@@ -123,7 +123,6 @@ class Own(TransmitBuffer):
             {"servers": "0", "sync": "hybrid:wait=true"},
             "workers wait for a gradient buffer, and 2 servers have one each",
         ),
-        ({"server_replicas": 1}, "with --server-replicas the servers cannot be changed"),
         ({"parts": Parts(storages=Storages(transmit=Own))}, "with custom parts the servers cannot be changed"),
         ({"servers_only": True, "checkpoint_every": "5"}, "with --servers-only and --checkpoint-every"),
         ({"placement": "uniform", "servers": "0", "optimizer": Whole}, "needs whole tensors, which this placement"),

@@ -41,7 +41,7 @@ from gossipx.runtime.figures.progress import Progress
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.place import Place
 from gossipx.runtime.training.peer import Peer
-from gossipx.server.plan import holders_of, server_ranks
+from gossipx.server.plan import server_ranks
 from gossipx.settings import files
 from gossipx.topology import topology_from
 from gossipx.transports import Address
@@ -187,7 +187,6 @@ def differ(one: dict[str, str], other: dict[str, str]) -> list[str]:
     ("option", "value"),
     [
         ("servers", "0,2"),
-        ("server_replicas", 1),
         ("servers_only", True),
         ("sync", "ssp:staleness=3"),
         ("sync", "bsp|asp"),
@@ -234,11 +233,6 @@ def test_servers_and_hubs_that_a_run_refuses(given: dict[str, Any], told: str) -
     with pytest.raises(UsageError, match=re.escape(told)):
         config = effective_config(files.resolve(given), len(NAMES), has_script=False)
         server_ranks(config, NAMES), rank_of_hub(config.mode, NAMES)
-
-
-def test_a_single_peer_cannot_have_a_replica() -> None:
-    with pytest.raises(UsageError, match=r"^--server-replicas 1 needs a second peer for the replica"):
-        holders_of([0], replicas=1, size=1)
 
 
 class Sparse(TransmitBuffer):

@@ -27,7 +27,7 @@ from gossipx.runtime.figures.progress import Progress
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.place import Place
 from gossipx.server.mode import ServerMode
-from gossipx.server.shard import JournalRecords, Records, Shard
+from gossipx.server.shard import Records, Shard
 from gossipx.server.shard_clock import ShardClock
 from gossipx.server.sync_models import sync_model_from
 from gossipx.settings import files
@@ -80,7 +80,7 @@ class Server:
         assert list(servers) == [self._epoch]
         clock = ShardClock(sync_model_from("asp"), workers=[0])
         made = Shard(index, len(self.side.cut[0]), clock, Requests(), EVERY)
-        made.records = JournalRecords(index, self._epoch)
+        made.records = Records(index, self._epoch, enabled=True)
         return made
 
     def _place(self, epoch: int) -> None:

@@ -29,7 +29,7 @@ from gossipx.protocol.messages import (
     TakeRequest,
     fragment_of,
 )
-from gossipx.protocol.server_messages import CarryingRequest, GradientRequest, RecordRequest
+from gossipx.protocol.server_messages import CarryingRequest, GradientRequest
 from gossipx.runtime.driver.clock import DriverClock
 from gossipx.runtime.driver.outbox import Outbox, PreparedRequest
 from gossipx.runtime.driver.tables import TableWork
@@ -182,12 +182,12 @@ class ModelTransfers:
             ProtocolError: it is a gradient, and its tables are not on this peer.
         """
         sink: UploadSink | None = None
-        if isinstance(request, GradientRequest | RecordRequest):
+        if isinstance(request, GradientRequest):
             store = self._tables.store
             if store is None:
                 raise ProtocolError("it sent a gradient, and this peer is not a server")
             sink = store.sink_for(request)
-            if isinstance(sink, Gradient) and isinstance(request, GradientRequest):
+            if isinstance(sink, Gradient):
                 sink.sender = sender
         elif self._places.acquire(timeout=request.patience):
             sink = _UploadedModel(self._arena, self._places.release)

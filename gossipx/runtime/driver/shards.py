@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from gossipx.checkpoint import (
     KEEP,
     Checkpoint,
@@ -34,14 +36,12 @@ from gossipx.checkpoint import (
     records_of,
     unpack,
 )
-from gossipx.errors import ProtocolError, UsageError
-from gossipx.protocol.fields import kind_of
-from gossipx.protocol.server_messages import RecordRequest
-from gossipx.protocol.table_effects import ApplyBuffered, ApplyGradient, BufferGradient
+from gossipx.errors import UsageError
+from gossipx.protocol.table_effects import ApplyBuffered, ApplyGradient, BufferGradient, ShardRecord
 from gossipx.runtime.driver.clock import CLOSE_TIMEOUT, LimitedLog, SerialWorker
 from gossipx.server.shard import Shard
 from gossipx.tables.store import Gradient, TableStore
-from gossipx.wire.frames import message_of, metadata_of
+from gossipx.wire.frames import encoded
 
 log = logging.getLogger("gossipx")
 
@@ -161,7 +161,7 @@ class ShardKeeper:
         except OSError as error:
             self._no_journal(shard, error)
 
-    def record(self, record: RecordRequest, gradient: Gradient | None) -> None:
+    def record(self, record: ShardRecord, gradient: Gradient | None) -> None:
         """Append a change of a shard to its journal. This takes ownership of the caller's reference to the gradient."""
         with contextlib.ExitStack() as stack:
             if gradient is not None:
@@ -171,7 +171,7 @@ class ShardKeeper:
                 self.unwritten += record.shard in self._begun  # otherwise no journals are written
                 return
             try:
-                shard_journal.append(metadata_of(record), memoryview(b"") if gradient is None else gradient.view)
+                shard_journal.append(encoded(record), memoryview(b"") if gradient is None else gradient.view)
             except OSError as error:
                 self._journals.pop(record.shard).close()
                 self.unwritten += 1
@@ -182,7 +182,7 @@ class ShardKeeper:
         why = f"the journal cannot be written until the next checkpoint ({error.strerror})"
         self._warn(f"journal of {shard}", f"{directory}: {why}: {LOSES}")
 
-    def records(self, shard: int, clock: int, first: int) -> Iterator[tuple[RecordRequest, Gradient]]:
+    def records(self, shard: int, clock: int, first: int) -> Iterator[tuple[ShardRecord, Gradient]]:
         """Yield the changes of a shard since a checkpoint in order, each with its gradient.
 
         Stop at a gap, or at a record of another layout or another version, and delete the journals after it. A gap
@@ -199,7 +199,7 @@ class ShardKeeper:
 
         for number, (journal_clock, words, content) in enumerate(records_of(directory, clock, report), first):
             record = _record(words)
-            if record is None or (record.copy, record.number) != (self._epoch, number):
+            if record is None or (record.epoch, record.number) != (self._epoch, number):
                 message = "shard %d: the journal has a gap between clocks %d and %d: later changes are lost"
                 log.warning(message, shard, last, journal_clock)
                 drop_journals(directory, after=last)
@@ -290,11 +290,9 @@ class ShardKeeper:
         self._journals.clear()
 
 
-def _record(words: bytes) -> RecordRequest | None:
+def _record(words: bytes) -> ShardRecord | None:
     """Return the record that these words describe; None: they have another form."""
     try:
-        record = message_of(kind_of(RecordRequest), words)
-    except ProtocolError:
+        return msgspec.json.decode(words, type=ShardRecord)
+    except msgspec.MsgspecError:
         return None
-    assert isinstance(record, RecordRequest)
-    return record

@@ -19,11 +19,8 @@ from gossipx.protocol.effects import Answer, Pieces, Send
 from gossipx.protocol.events import Event, Fault, GradientPoisoned, Prepared, TablesRestored
 from gossipx.protocol.messages import NotReadyReply, Reply
 from gossipx.protocol.server_messages import (
-    CopyReply,
-    CopyRequest,
     GradientRequest,
     RangesRequest,
-    RecordRequest,
     TablesReply,
     TablesRequest,
 )
@@ -42,9 +39,7 @@ from gossipx.protocol.table_effects import (
     Record,
     ReportPrepared,
     RestoreTables,
-    Share,
     TableEffect,
-    TakeCopy,
     TakeRanges,
     Unchanged,
 )
@@ -54,7 +49,7 @@ from gossipx.runtime.driver.shards import ShardKeeper
 from gossipx.tables.client import ChangeSink, ReplySink, SizedSink, TablesSink
 from gossipx.tables.store import Gradient, TableStore
 
-TableRequest = GradientRequest | TablesRequest | RecordRequest | CopyRequest | RangesRequest
+TableRequest = GradientRequest | TablesRequest | RangesRequest
 """Requests that carry tables, gradients or parts of them in the request or the reply."""
 
 
@@ -93,7 +88,6 @@ class TableWork:
         self.keeper: ShardKeeper | None = None
         self.gradients: dict[int, Gradient] = {}
         self._fetching: dict[int, _Fetching] = {}
-        self._copies: dict[int, SizedSink] = {}
         self._ranges: dict[int, SizedSink] = {}
         self._worker = clock.worker(f"gossipx-tables-{rank}", functools.partial(_rejected, outbox))
         self._outbox = outbox
@@ -112,8 +106,8 @@ class TableWork:
 
     def forget(self, ticket: int) -> None:
         """Release everything stored under ``ticket``."""
-        for stored in (self._fetching, self._copies, self._ranges):
-            stored.pop(ticket, None)
+        self._fetching.pop(ticket, None)
+        self._ranges.pop(ticket, None)
         if gradient := self.gradients.pop(ticket, None):
             gradient.release()
 
@@ -136,8 +130,6 @@ class TableWork:
 
     def send(self, send: Send) -> None:
         """Send a request of one of the types of :data:`TableRequest`."""
-        if isinstance(send.request, CopyRequest):
-            self._copies[send.ticket] = self._store.copy_sink(send.request.shard)
         self._outbox.send(send, lambda: self._prepared(send), lambda reply: self._arrived(send.ticket, reply))
 
     def _prepared(self, send: Send) -> PreparedRequest:
@@ -149,11 +141,6 @@ class TableWork:
                 fetching = self._fetching.get(ticket)
                 sink = ReplySink() if fetching is None else fetching.sink
                 return self._store.client.complete_request(request), sink, None
-            case RecordRequest():
-                gradient = self.gradients.get(ticket)
-                return request, None, Source(memoryview(b"")) if gradient is None else gradient.source
-            case CopyRequest():
-                return request, self._copies.get(ticket, ReplySink()), None
             case _:
                 return request, self._ranges.get(ticket, ReplySink()), None
 
@@ -213,11 +200,6 @@ class TableWork:
                 put(lambda: store.apply_buffer(shard, sums))
             case FillTables(shard):
                 put(lambda: store.fill(shard))
-            case Share(ticket, other):
-                self.gradients[other] = self.gradients[ticket].hold()
-            case TakeCopy(ticket, shard):
-                copy = self._copies.pop(ticket)
-                put(lambda: store.take_copy(shard, copy))
             case RestoreTables(shard, epoch) if self.keeper is None:
                 put(lambda: self._handle(TablesRestored(shard, epoch, None)))
             case Record() | KeepShard() | RestoreTables():
@@ -274,7 +256,7 @@ class TableWork:
 
     def answers(self, answer: Answer) -> bool:
         """Whether an answer is about tables and must be sent by :meth:`answer`."""
-        return answer.in_order or isinstance(answer.reply, TablesReply | CopyReply)
+        return answer.in_order or isinstance(answer.reply, TablesReply)
 
     def answer(self, answer: Answer) -> None:
         """Queue an answer behind the effects of earlier decisions. Called under the driver's lock."""
@@ -286,9 +268,6 @@ class TableWork:
             encoded = self._store.encode(answer.tables)
             reply = msgspec.structs.replace(reply, parts=encoded.parts, base=encoded.base)
             self._reply(answer, reply, encoded.source, encoded.release)
-        elif answer.copied_shard is not None and isinstance(reply, CopyReply):
-            source = self._store.copy(answer.copied_shard)
-            self._reply(answer, msgspec.structs.replace(reply, size=source.view.nbytes), source, nothing)
         elif answer.pieces is not None and isinstance(reply, TablesReply):
             self._answer_pieces(answer, reply, answer.pieces)
         else:
