@@ -55,7 +55,7 @@ tell(peer, waves=waves, warm=warm, made=trained, held=len(peer._driver.captures)
 """
 
 
-@pytest.mark.parametrize("codec", ["none", "topk2:ratio=0.1", "3lc"])
+@pytest.mark.parametrize("codec", ["none", "topk2:ratio=0.1", pytest.param("3lc", marks=pytest.mark.slow)])
 def test_after_each_blocking_wave_all_hold_the_same_bits(four: Folder, codec: str) -> None:
     """At any progress, and with statistics too; only peers that have ended may miss the last waves."""
     script = four.script(WATCHED.replace("ITERATIONS", "100"))
