@@ -33,12 +33,11 @@ def test_at_most_two_snapshots_and_one_incoming_model(tmp_path: Path, transport:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_thousands_of_pulls_leave_nothing_behind(tmp_path: Path, transport: str) -> None:
+def test_thousands_of_pulls_leave_nothing_behind(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
-        options = ("--policy", "tau:1", "--transport", transport, "--blocking")
-        run = here.run(*options, SCRIPT, here.path, "100", "4000", "20", "0", fresh=True)
-        assert run.summary["retrievals"] == [4_000, 4_000]
+        options = ("--policy", "tau:1", "--transport", "tcp", "--blocking")
+        run = here.run(*options, SCRIPT, here.path, "100", "2000", "20", "0", fresh=True)
+        assert run.summary["retrievals"] == [2_000, 2_000]
         for told in resident_memory.told(here.path, 2):
             # What is left behind is in two samples that follow each other; a copy that comes and goes is not.
             lasting = max(map(min, itertools.pairwise(told["seen"][10:])))
