@@ -131,21 +131,21 @@ def run_command(
         world = find(os.environ) if source.launcher else None
         _dry_run(resolved, source.hosts, list(script), world, link, model_size, as_json)
     elif seeds is not None:
-        from gossipx.launch.run.several_seeds import launch_each, parse
+        from gossipx.launch.run.several_seeds import launch_each, seeds_from
 
-        sys.exit(launch_each(source, resolved, parse(seeds), list(script)))
+        sys.exit(launch_each(source, resolved, seeds_from(seeds), list(script)))
     else:
         sys.exit(launch(source, resolved, list(script), over_ssh=over_ssh).code)
 
 
 def _resume(run: str, settings: Mapping[str, Any], script: list[str], over_ssh: OverSsh | None) -> int:
-    from gossipx.launch.directory.resume import peers_before, settings_of
+    from gossipx.launch.directory.resume import peers_before, resumed_settings
     from gossipx.launch.run.processes import launch
     from gossipx.launch.world.source import source_of
 
     world = find(os.environ)
     started = None if world is None else (world.size, world.source)
-    resolved, hosts, script = settings_of(run, settings, script, started)
+    resolved, hosts, script = resumed_settings(run, settings, script, started)
     source = source_of(hosts, script, os.environ)
     return launch(source, resolved, script, resumes=peers_before(resolved), over_ssh=over_ssh).code
 

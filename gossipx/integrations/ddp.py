@@ -32,7 +32,7 @@ from gossipx.runtime.ending.stop_signals import StopSignals
 from gossipx.runtime.figures.scores import Evaluate
 from gossipx.runtime.optimizers import OneOrMore, Optimizers
 from gossipx.runtime.training import schedule_free
-from gossipx.runtime.training.data import part_of
+from gossipx.runtime.training.data import shard_of
 from gossipx.runtime.training.peer import Peer, check_own
 from gossipx.settings.files import absolute_values
 from gossipx.settings.modes import Server
@@ -161,7 +161,7 @@ class PendingJoin:
         rank, size = rank_and_size(run, self.peers, self.rank)
         by = partition.partition_from(run.task.partition)
         split = functools.partial(by.split, parts=size, seed=run.run.seed)
-        return part_of(dataset, split, by.by_label, rank, lambda: size)
+        return shard_of(dataset, split, by.by_label, rank, lambda: size)
 
     def join(self, model: nn.Module, optimizer: OneOrMore, state: Mapping[str, Any] | None = None) -> GroupPeer:
         """Join the run.

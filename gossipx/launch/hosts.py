@@ -169,7 +169,7 @@ def _shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def line_of(host: str, port: int, name: str, device: str | None, behind_nat: bool = False) -> str:
+def hosts_line(host: str, port: int, name: str, device: str | None, behind_nat: bool = False) -> str:
     """Return one peer as a line of a hosts file."""
     more = ("" if device is None else f" device={device}") + (f" {NAT}" if behind_nat else "")
     return f"{_shown(host, port)} name={name}{more}"
@@ -177,7 +177,7 @@ def line_of(host: str, port: int, name: str, device: str | None, behind_nat: boo
 
 def peers_digest(peers: Sequence[PeerLine]) -> str:
     """Return a digest of the peers' names and addresses, on which all peers of a run must agree."""
-    text = "\n".join(line_of(peer.host, peer.port, peer.name, None, peer.behind_nat) for peer in peers)
+    text = "\n".join(hosts_line(peer.host, peer.port, peer.name, None, peer.behind_nat) for peer in peers)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -13,7 +13,7 @@ from gossipx.errors import UsageError, how_to_install
 from gossipx.figures import FIGURES
 
 
-def parse(text: str) -> tuple[str, int]:
+def address_from(text: str) -> tuple[str, int]:
     """Return the address of ``[HOST:]PORT``; without a host it is on loopback.
 
     Raises:
@@ -32,13 +32,13 @@ def parse(text: str) -> tuple[str, int]:
     return host, number
 
 
-def address_of(given: str, rank: int) -> tuple[str, int]:
+def own_address(given: str, rank: int) -> tuple[str, int]:
     """Return where a peer serves its figures: the peers of one machine cannot share a port.
 
     Raises:
-        UsageError: as :func:`parse`, or the port of this rank is too high.
+        UsageError: as :func:`address_from`, or the port of this rank is too high.
     """
-    host, port = parse(given)
+    host, port = address_from(given)
     if port + rank > 65535:
         raise UsageError(f"--metrics-port {given}: the port of rank {rank} would be above 65535; give a lower one")
     return host, port + rank

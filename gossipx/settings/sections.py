@@ -62,7 +62,7 @@ class RunSettings:
     recorder: str = setting("tensorboard", check="recorders:recorders_from")
     """Where curves are recorded: tensorboard, csv, wandb, mlflow, several joined by +, or none."""
     metrics_port: str | None = setting(
-        None, check="metrics.prometheus:parse", metavar="[HOST:]PORT", marks="process later real"
+        None, check="metrics.prometheus:address_from", metavar="[HOST:]PORT", marks="process later real"
     )
     """Serve each peer's figures to Prometheus, on this port plus the peer's rank; on loopback unless an address is
     given, as in 0.0.0.0:9400."""

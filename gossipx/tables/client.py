@@ -28,7 +28,7 @@ from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.server_messages import MEASURED, CarryingReply, TablesReply, TablesRequest
 from gossipx.server.placement import Layout, Partition
-from gossipx.tables.coding import PushEncoder, Redistribution, Settings, TableSource, settings_of, warn_error_lost
+from gossipx.tables.coding import PushEncoder, Redistribution, Settings, TableSource, group_settings, warn_error_lost
 from gossipx.tables.parts import ApplyBuffer, ClientTable, Replaceable, TransmitBuffer, load_states, states_of
 from gossipx.wire import Bytes, Sink
 
@@ -358,7 +358,7 @@ class TableClient:
 
     def settings_of(self, table: int) -> dict[str, Setting]:
         """Return the optimizer's current hyperparameters of a table; none if it is not trained."""
-        group, settings = self._coding.groups[table], settings_of(self._optimizer)
+        group, settings = self._coding.groups[table], group_settings(self._optimizer)
         return settings[group] if 0 <= group < len(settings) else {}
 
     def flush(self) -> list[Where]:
@@ -379,7 +379,7 @@ class TableClient:
             bucket = self._buckets[place]
             bucket.missing.discard(table)
             if not bucket.missing:
-                bucket.is_new, bucket.encoded, bucket.settings = True, None, settings_of(self._optimizer)
+                bucket.is_new, bucket.encoded, bucket.settings = True, None, group_settings(self._optimizer)
                 whole.append(place)
         return whole
 

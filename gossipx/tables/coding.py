@@ -86,7 +86,7 @@ class TableSource:
     coding: Coding
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+def group_settings(optimizer: torch.optim.Optimizer) -> Settings:
     """Return the optimizer's current numeric hyperparameters, such as a schedule's learning rate and betas."""
     return tuple(
         {name: value for name, given in group.items() if name != "params" and (value := _sendable(given)) is not None}

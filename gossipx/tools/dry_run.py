@@ -24,7 +24,7 @@ from gossipx.launch.hosts import read_hosts
 from gossipx.launch.simulation.peers import TrafficPeers
 from gossipx.launch.simulation.plan import Plan
 from gossipx.launch.start import Checked, check
-from gossipx.launch.world.launchers import LaunchWorld, check_size
+from gossipx.launch.world.launchers import LaunchWorld, check_world_size
 from gossipx.model import layout
 from gossipx.runtime.figures.reporting import codec_of
 from gossipx.server.plan import server_ranks
@@ -184,7 +184,7 @@ def dry_run(
         raise UsageError(f"{size} peers, and {wanted}", hosts)
     checked = check(given, hosts, script)
     if world is not None:
-        check_size(world, len(checked.peers), hosts)
+        check_world_size(world, len(checked.peers), hosts)
     settings, link = checked.settings, link or LINK
     rate = parse_rate(link, "--link")
     check_name(settings)

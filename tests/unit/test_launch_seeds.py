@@ -28,7 +28,7 @@ from gossipx.tasks.presets import PRESETS, cosine_rate, step_rate
     [("0-4", (0, 1, 2, 3, 4)), ("0,2,5", (0, 2, 5)), ("7", (7,)), ("0-1, 9", (0, 1, 9)), ("3-3", (3,))],
 )
 def test_what_seeds_mean(text: str, expected: tuple[int, ...]) -> None:
-    assert several_seeds.parse(text) == expected
+    assert several_seeds.seeds_from(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_seeds_mean(text: str, expected: tuple[int, ...]) -> None:
 )
 def test_wrong_seeds_are_refused(text: str, told: str) -> None:
     with pytest.raises(UsageError, match=f"^--seeds {text}: ") as raised:
-        several_seeds.parse(text)
+        several_seeds.seeds_from(text)
     assert told in str(raised.value)
 
 
@@ -84,7 +84,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, RunEnd]:
 def launch(text: str, **given: object) -> tuple[int, list[str]]:
     """Return the exit code, and the names of all runs so far."""
     settings = files.resolve({"policy": "tau:10", "logdir": "runs", **given})
-    code = several_seeds.launch_each(HostsFile(Path("hosts.txt")), settings, several_seeds.parse(text), [])
+    code = several_seeds.launch_each(HostsFile(Path("hosts.txt")), settings, several_seeds.seeds_from(text), [])
     return code, sorted(path.name for path in Path("runs").iterdir())
 
 

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from gossipx.errors import UsageError
-from gossipx.runtime.training.data import StreamPart, part_of
+from gossipx.runtime.training.data import StreamPart, shard_of
 
 pytestmark = pytest.mark.fault(84)
 ITEMS = 23
@@ -40,7 +40,7 @@ def nothing(labels: Any) -> Any:
 
 
 def part(rank: int, size: int, stream: Any = None) -> Any:
-    return part_of(stream or Stream(), nothing, False, rank, lambda: size)
+    return shard_of(stream or Stream(), nothing, False, rank, lambda: size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -86,7 +86,7 @@ def test_the_items_to_come_are_shared_with_a_newcomer() -> None:
 
 def test_a_stream_has_no_labels_to_divide_by() -> None:
     with pytest.raises(UsageError, match="--partition dirichlet divides by label, and a stream has no list of labels"):
-        part_of(Stream(), nothing, True, 0, lambda: 2)
+        shard_of(Stream(), nothing, True, 0, lambda: 2)
 
 
 def test_a_stream_of_datasets_divides_itself(monkeypatch: pytest.MonkeyPatch) -> None:

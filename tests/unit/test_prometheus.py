@@ -37,13 +37,13 @@ STATUS: dict[str, Any] = {
     ],
 )
 def test_an_address_is_on_loopback_unless_it_says_otherwise(given: str, expected: tuple[str, int]) -> None:
-    assert prometheus.parse(given) == expected
+    assert prometheus.address_from(given) == expected
 
 
 @pytest.mark.parametrize("given", ["", "port", "0", "65536", "somewhere:9400", "1.2.3.4:"])
 def test_what_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(UsageError, match="--metrics-port"):
-        prometheus.parse(given)
+        prometheus.address_from(given)
 
 
 def test_without_the_package_the_option_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_without_the_package_the_option_names_it(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(UsageError, match=r"pip install '\.\[metrics\]'"):
-        prometheus.parse("9400")
+        prometheus.address_from("9400")
 
 
 def served(figures: Mapping[str, Any]) -> list[str]:

@@ -118,7 +118,7 @@ def resumed(directory: Path, given: dict[str, Any], **first: Any) -> tuple[str, 
     began = effective_config(files.resolve({"name": directory.name, **first}), 2, has_script=False)
     (directory / "config.toml").write_text(files.dump(began))
     (directory / "hosts.txt").write_text("localhost slots=2\n")
-    settings, _, _ = resume.settings_of(str(directory), given, [], None)
+    settings, _, _ = resume.resumed_settings(str(directory), given, [], None)
     made = effective_config(settings, 2, has_script=False)
     return made.decides, made.values["outer"]
 
@@ -141,7 +141,7 @@ def test_with_a_hub_or_servers_the_number_of_peers_cannot_change(
     hosts.write_text("localhost slots=3\n")
     told = f"--peers names 3 peers, but the run to resume has 2: with {around} the number cannot change"
     with pytest.raises(UsageError, match=told):
-        resume.settings_of(str(tmp_path), {"peers": str(hosts)}, [], None)
+        resume.resumed_settings(str(tmp_path), {"peers": str(hosts)}, [], None)
 
 
 @pytest.mark.parametrize("peers", [1, 3])
@@ -149,5 +149,5 @@ def test_in_gossip_the_number_of_peers_may_change(tmp_path: Path, peers: int) ->
     resumed(tmp_path, {})
     hosts = tmp_path / "others.txt"
     hosts.write_text(f"localhost slots={peers}\n")
-    settings, used, _ = resume.settings_of(str(tmp_path), {"peers": str(hosts)}, [], None)
+    settings, used, _ = resume.resumed_settings(str(tmp_path), {"peers": str(hosts)}, [], None)
     assert used == hosts and resume.peers_before(settings) == 2

@@ -15,7 +15,7 @@ from gossipx.errors import UsageError
 from gossipx.protocol.effects import RequestedBucket
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import GradientRequest
-from gossipx.tables.coding import settings_of
+from gossipx.tables.coding import group_settings
 from gossipx.tables.parts import ServerStorage, Storages, TransmitBuffer, raw
 from gossipx.wire.frames import message_of, metadata_of
 
@@ -85,7 +85,7 @@ def test_settings_arrive_with_their_types() -> None:
     """Muon counts its steps, so ns_steps must not become a float."""
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
     optimizer.param_groups[0]["ns_steps"] = 5
-    (group,) = settings_of(optimizer)
+    (group,) = group_settings(optimizer)
     sent = metadata_of(GradientRequest(0, 0, 1, 0, (), (group,), 5.0))
     (arrived,) = message_of(kind_of(GradientRequest), sent).settings
     assert type(arrived["ns_steps"]) is int and arrived["betas"] == (0.9, 0.999)

@@ -30,7 +30,7 @@ from gossipx.settings.sections import KEYS, RunConfig, RunSettings
 log = logging.getLogger("gossipx")
 
 
-def settings_of(
+def resumed_settings(
     run: str, given: Mapping[str, Any], script: list[str], started: tuple[int, str] | None
 ) -> tuple[RunConfig, Path | None, list[str]]:
     """Return the settings with which a run resumes.
@@ -59,10 +59,10 @@ def settings_of(
     settings = files.resolve(before, given, place)
     if "peers" in given or started is None or started[0] == 1:
         hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE
-        check_size(settings, peers_before(settings), len(read_hosts(hosts)), "--peers names", hosts)
+        check_same_size(settings, peers_before(settings), len(read_hosts(hosts)), "--peers names", hosts)
     else:
         hosts = None
-        check_size(settings, peers_before(settings), started[0], f"{started[1]} started", None)
+        check_same_size(settings, peers_before(settings), started[0], f"{started[1]} started", None)
     recorded = path / SCRIPT_FILE
     if not script and recorded.is_file():
         script = _script_in(recorded)
@@ -107,7 +107,7 @@ def _directory(settings: RunConfig) -> Path:
     return Path(settings.run.logdir) / settings.run.name
 
 
-def check_size(settings: RunConfig, was: int, now: int, source: str, hosts: Path | None) -> None:
+def check_same_size(settings: RunConfig, was: int, now: int, source: str, hosts: Path | None) -> None:
     """Check that a run of ``was`` peers can resume with the number of peers ``now``, which ``source`` defines.
 
     Raises:

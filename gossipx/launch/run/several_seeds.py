@@ -21,7 +21,7 @@ FOR_THE_USER = (UsageError.exit_code, NotAuthorisedError.exit_code)
 """Exit codes of errors that the next seed would only repeat."""
 
 
-def parse(text: str) -> tuple[int, ...]:
+def seeds_from(text: str) -> tuple[int, ...]:
     """Return the seeds of ``0-4``, ``0,2,5`` or a mixture of both.
 
     Raises:

@@ -122,11 +122,11 @@ def rank_among(environ: Mapping[str, str], size: int, hosts: Path) -> int | None
     world = find(environ)
     if world is None or world.size == 1:
         return None
-    check_size(world, size, hosts)
+    check_world_size(world, size, hosts)
     return world.rank
 
 
-def check_size(world: LaunchWorld, size: int, hosts: Path) -> None:
+def check_world_size(world: LaunchWorld, size: int, hosts: Path) -> None:
     """Check that a hosts file of ``size`` peers has one for each process.
 
     Raises:

@@ -25,7 +25,7 @@ from gossipx.launch.directory.shared import SharedDirectory
 from gossipx.launch.hosts import LOOPBACK, PeerLine, is_loopback_name, read_hosts
 from gossipx.launch.start import Start, check_here, check_names, check_script, presets, with_name
 from gossipx.launch.world import attempts, process_list
-from gossipx.launch.world.launchers import LaunchWorld, check_size
+from gossipx.launch.world.launchers import LaunchWorld, check_world_size
 from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.runtime.models import directory_of
 from gossipx.settings import files
@@ -91,7 +91,7 @@ def _agree(
     names, visible = [peer.name for peer in peers], _visible_ranks(settings, world)
     at = None
     if resumes:
-        resume.check_size(settings, resumes, world.size, f"{world.source} started", None)
+        resume.check_same_size(settings, resumes, world.size, f"{world.source} started", None)
         at, settings = resume.check(settings, names, visible, bool(script), resumes)
         if world.rank == 0:
             resume.tell_other_size(settings, names, resumes)
@@ -114,7 +114,7 @@ def _agree(
 def _listed(hosts: Path, world: LaunchWorld) -> tuple[list[PeerLine], LaunchWorld]:
     """Return the peers of a hosts file, and the world with what the file says about rank 0."""
     peers = read_hosts(hosts)
-    check_size(world, len(peers), hosts)
+    check_world_size(world, len(peers), hosts)
     if world.master is None:
         world = replace(world, master=peers[0].host, master_from=str(hosts))
     if not world.hosted and all(is_loopback_name(peer.host) for peer in peers):

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct, convert, structs
 
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch import ports
-from gossipx.launch.hosts import LOOPBACK, PeerLine, is_loopback_name, line_of, only_address, parse_hosts
+from gossipx.launch.hosts import LOOPBACK, PeerLine, hosts_line, is_loopback_name, only_address, parse_hosts
 from gossipx.launch.world.launchers import LaunchWorld
 from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.settings.sections import ExchangeSettings
@@ -102,7 +102,7 @@ def text_of(infos: Sequence[PeerInfo]) -> str:
     lines = []
     for rank, info in enumerate(infos):
         host = outside if is_loopback_name(info.host) and not info.advertised else info.host
-        lines.append(line_of(host, info.port, f"{info.hostname}-{rank}", info.device))
+        lines.append(hosts_line(host, info.port, f"{info.hostname}-{rank}", info.device))
     return "".join(line + "\n" for line in lines)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from gossipx.comm import CommManager
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
-from gossipx.metrics.prometheus import Exporter, address_of
+from gossipx.metrics.prometheus import Exporter, own_address
 from gossipx.model.receive import digest, flaw
 from gossipx.protocol.events import FiguresReady, FinalModel, JoinRun, LeaveRun, TrainingEnded
 from gossipx.protocol.messages import Stage
@@ -105,7 +105,7 @@ class Lifecycle:
         self._config = config
         self._place = place
         port = config.run.metrics_port
-        self._metrics = None if port is None else address_of(port, place.rank)
+        self._metrics = None if port is None else own_address(port, place.rank)
         self._problem: GossipxError | None = None  # with which it has left in order
         self._control: Control | None = None
         self._exporter: Exporter | None = None

@@ -16,7 +16,7 @@ from gossipx.errors import UsageError
 Split = Callable[[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]
 
 
-def part_of(dataset: Any, split: Split, by_label: bool, rank: int, size: Callable[[], int]) -> Dataset[Any]:
+def shard_of(dataset: Any, split: Split, by_label: bool, rank: int, size: Callable[[], int]) -> Dataset[Any]:
     """Return a peer's part of a data set: a Subset, or a stream of a stream.
 
     Args:

@@ -27,7 +27,7 @@ from gossipx.runtime.figures.scores import as_float
 from gossipx.runtime.optimizers import OneOrMore, Optimizers, untraced
 from gossipx.runtime.place import Place
 from gossipx.runtime.training.backward import Backward
-from gossipx.runtime.training.data import part_of
+from gossipx.runtime.training.data import shard_of
 from gossipx.runtime.training.hooks import Hooks
 from gossipx.runtime.training.schedule_free import ScheduleFree
 from gossipx.settings.sections import RunConfig
@@ -303,7 +303,7 @@ class Peer:
         """
         rule, peers = partition.partition_from(self._config.task.partition), len(self._place.names)
         split = functools.partial(rule.split, parts=peers, seed=self._config.run.seed)
-        return part_of(dataset, split, rule.by_label, self.rank, lambda: self.size)
+        return shard_of(dataset, split, rule.by_label, self.rank, lambda: self.size)
 
     # --- from join to finish ------------------------------------------------------------------------
 
