@@ -321,8 +321,8 @@ def test_leaving_peers_save_consistent_shards(
     disk: dict[int, tuple[int, tuple[int, ...]]] = {}
     kept = HostedShards.checkpoint
 
-    def checkpoint(self: HostedShards, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
-        effects = kept(self, now, last, leaves)
+    def checkpoint(self: HostedShards, last: bool = False, leaves: bool = False) -> list[Effect]:
+        effects = kept(self, last, leaves)
         for one in effects:
             if isinstance(one, KeepShard) and one.clock >= disk.get(one.shard, (0, ()))[0]:
                 (holder,) = [rank for rank in made.peers if mode(made, rank).hosted is self]
