@@ -264,6 +264,7 @@ FIGURES = (
         Combine.SEEN,
         was="set_back",
     ),
+    _counted("turned_away", "pulls turned away", "pulls answered with Busy, as this peer was sending all that it may"),
     _counted("outliers", "models far off", "received models that were suddenly far from the receiver's"),
     _events(
         "unwritten",

@@ -140,7 +140,7 @@ class PeerRole:
         schedule = self.schedule or RandomNeighbour(self.topology)
         self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self.model_timeout, self.counts)
         self.outgoing = Outgoing(self.members)
-        self.serving = Serving(limits.max_served, limits.serve_share, self.requests, self.outgoing)
+        self.serving = Serving(limits.max_served, limits.serve_share, self.requests, self.outgoing, self.counts)
         own = self.rank, self.incarnation, timeout, isinstance(mode, HasPolicy) and mode.blocking
         order = FragmentOrder(mode.fragments if isinstance(mode, HasFragments) else 1)
         self._context = context = PeerContext(

@@ -21,6 +21,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from gossipx.figures import Counters
 from gossipx.peer.membership import Membership, Requests
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget
 from gossipx.protocol.events import Answered, Received
@@ -61,18 +62,16 @@ class Serving:
         share: share of training time that answers may take; 1: no limit.
         requests: the role's open requests, which allocate tickets.
         outgoing: the role's models under way.
-
-    Attributes:
-        turned_away: number of pulls answered with Busy.
+        counts: counts the pulls that are turned away.
     """
 
-    def __init__(self, most: int, share: float, requests: Requests, outgoing: Outgoing):
-        self.turned_away = 0
+    def __init__(self, most: int, share: float, requests: Requests, outgoing: Outgoing, counts: Counters):
         self._most = most
         self._spacing = SECONDS_PER_MODEL / share if share < 1 else 0.0  # seconds between served models
         self._free_at = -math.inf  # when the next may be served, ignoring saved time
         self._requests = requests
         self._outgoing = outgoing
+        self._counts = counts
         self._served: dict[Hashable, int] = {}  # request key to rank
         self._versions: dict[int, _Version] = {}  # by fragment
         self._number = 0  # of the last pull that was answered or turned away
@@ -95,7 +94,7 @@ class Serving:
         self._number += 1
         self._waiting.pop(event.sender, None)
         if not has_room:
-            self.turned_away += 1
+            self._counts.add("turned_away")
             self._waiting[event.sender] = self._number
             return [Answer(event.key, BusyReply(), now + patience)]
         effects: list[Effect] = []

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossipx.figures import Counters
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL, Outgoing, Serving
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget
@@ -21,7 +22,7 @@ TIMEOUT = 20.0
 
 def serving_at_most(most: int, members: Membership | None = None, share: float = 1.0) -> Serving:
     members = members or Membership(10, 11, RandomNeighbour(topology_from("full", 11)), TIMEOUT, random.Random(0))
-    return Serving(most, share, Requests(), Outgoing(members))
+    return Serving(most, share, Requests(), Outgoing(members), Counters())
 
 
 def asks(serving: Serving, sender: int, step: int = 1, key: str = "") -> list[Effect]:
@@ -50,7 +51,7 @@ def test_pulls_beyond_the_limit_or_of_a_served_peer_get_busy():
     assert not is_served(asks(serving, 1, key="again"))
     assert is_served(asks(serving, 2))
     assert not is_served(asks(serving, 3))
-    assert serving.turned_away == 2
+    assert serving._counts["turned_away"] == 2
     assert not serving.answered(Answered("of 1", whole=False)), "the other is still given this version"
     assert is_served(asks(serving, 3))
 
