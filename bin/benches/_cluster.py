@@ -115,7 +115,7 @@ class Cluster:
             losses.append(loss.item())
             flat = [torch.zeros(one.numel()) if one.grad is None else one.grad.reshape(-1) for one in self.parameters]
             torch.cat(flat, out=self.gradients[rank])
-            frames.append(self.pushing[rank].encode(()))
+            frames.append(self.pushing[rank].encode())
             codecs.decode_into(frames[-1], mean, add=True, tensors=self.tensors)
         push.add(frames, self.values)
         self.table.grad = mean / len(self.pushing)

@@ -29,7 +29,7 @@ from gossipx.launch.environment import ENV_PEERS, ENV_PROGRESS, ENV_RESUME
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"tau": 5}, r"unknown setting 'tau' \(did you mean 'policy'\?\)"),
+        ({"tau": 5}, "unknown setting 'tau'"),
         ({"policy": "adaptve"}, "did you mean 'adaptive'"),
         ({"servers": "0"}, "a parameter server needs a loop of your own"),
         ({"config_file": "none.toml"}, "none.toml: cannot read the configuration"),

@@ -21,7 +21,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import seed as seeded
 from table_sides import side
 
-from gossipx.checkpoint import JournalFile, from_bytes, journal_path, records_of, to_bytes
+from gossipx.checkpoint import JournalFile, journal_path, records_of
 from gossipx.errors import ProtocolError
 from gossipx.protocol.fields import MAX_METADATA, Kind
 from gossipx.server.placement import Partition
@@ -183,31 +183,6 @@ def sized(content: bytes, draws: random.Random) -> bytes:
 
 
 @pytest.mark.fault(23)
-def test_mutated_copies_of_a_shard_are_refused_or_valid(many: int = 300) -> None:
-    """A wrong type in a copy's description raised a TypeError, after a part of the copy had been taken."""
-    draws = random.Random(0)
-    here = side([torch.zeros(8), torch.zeros(5)])
-    here.update([torch.ones(8), torch.ones(5)])
-    here.push()
-    content = bytes(here.table_store.copy(0).view)
-    assert from_bytes(memoryview(to_bytes({"a": 1}))) == {"a": 1}
-    taken = 0
-    for _ in range(many):
-        received = here.table_store.copy_sink(0)
-        received.content = memoryview(sized(content, draws))
-        before = [bucket.values.clone() for bucket in here.stores[0].buckets]
-        try:
-            here.table_store.take_copy(0, received)
-        except ProtocolError:
-            assert all(
-                torch.equal(bucket.values, old) for bucket, old in zip(here.stores[0].buckets, before, strict=True)
-            )
-        else:
-            taken += 1
-    assert 0 < taken < many
-
-
-@pytest.mark.fault(23)
 def test_mutated_ranges_are_refused_or_valid(many: int = 1_000) -> None:
     draws = random.Random(0)
     here = side([torch.zeros(8), torch.zeros(5)])
@@ -231,7 +206,7 @@ def test_mutated_journals_end_where_they_are_damaged(tmp_path: Path, many: int =
     draws = random.Random(0)
     path = journal_path(tmp_path, 0)
     writing = JournalFile(path)
-    entries = [(metadata_of(message), b"12345678" * n) for n, message in enumerate(drawn(KINDS[30])[:5])]
+    entries = [(metadata_of(message), b"12345678" * n) for n, message in enumerate(drawn(KINDS[27])[:5])]
     for words, content in entries:
         writing.append(words, memoryview(content))
     writing.close()
