@@ -264,7 +264,11 @@ FIGURES = (
         Combine.SEEN,
         was="set_back",
     ),
-    _counted("turned_away", "pulls turned away", "pulls answered with Busy, as this peer was sending all that it may"),
+    _counted(
+        "busy_answers",
+        "pulls answered Busy",
+        "pulls answered with Busy: no place was free, an older model was still under way, or another peer was first",
+    ),
     _counted("outliers", "models far off", "received models that were suddenly far from the receiver's"),
     _events(
         "unwritten",

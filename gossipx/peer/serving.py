@@ -94,7 +94,7 @@ class Serving:
         self._number += 1
         self._waiting.pop(event.sender, None)
         if not has_room:
-            self._counts.add("turned_away")
+            self._counts.add("busy_answers")
             self._waiting[event.sender] = self._number
             return [Answer(event.key, BusyReply(), now + patience)]
         effects: list[Effect] = []

@@ -34,7 +34,7 @@ def test_the_centre_of_a_star_limits_concurrent_pulls_and_keeps_one_older_versio
         assert snapshots(made, 0) <= 2
     assert most == max_served
     ended(made, bound(8, 40, waits=2))
-    assert made.peers[0].role.counts["turned_away"] > 20
+    assert made.peers[0].role.counts["busy_answers"] > 20
     leaves = [made.peers[rank].role.sync for rank in range(1, 8)]
     assert all(sync.retrievals > 0 for sync in leaves), "nobody is always turned away"
     assert all(sync.failed == 0 for sync in leaves)
@@ -80,7 +80,7 @@ def test_a_peer_that_finds_one_busy_tries_another_at_once():
     network = Network(bandwidth=4 * SIZE / 0.5)
     made = world(3, network=network, policy="tau:3", iterations=60, max_served=1, blocking=True)
     ended(made, bound(3, 60, 2.0))
-    asked = [peer.role.counts["turned_away"] for peer in made.peers.values()]
+    asked = [peer.role.counts["busy_answers"] for peer in made.peers.values()]
     assert sum(asked) > 5
     for peer in made.peers.values():
         assert (peer.role.sync.retrievals, peer.role.sync.skipped) == (20, 0), "who waits asks until there is one"

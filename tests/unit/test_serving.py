@@ -51,7 +51,7 @@ def test_pulls_beyond_the_limit_or_of_a_served_peer_get_busy():
     assert not is_served(asks(serving, 1, key="again"))
     assert is_served(asks(serving, 2))
     assert not is_served(asks(serving, 3))
-    assert serving._counts["turned_away"] == 2
+    assert serving._counts["busy_answers"] == 2
     assert not serving.answered(Answered("of 1", whole=False)), "the other is still given this version"
     assert is_served(asks(serving, 3))
 
