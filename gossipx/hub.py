@@ -59,7 +59,13 @@ def rank_of_hub(settings: Mode, names: Sequence[str]) -> int | None:
 
 @dataclass
 class _Elastic:
-    """Our exchange under way; ``has_centre``: the centre has arrived."""
+    """Our exchange under way.
+
+    Attributes:
+        ticket: of the request; the centre that answers it is kept under the same number.
+        has_centre: whether the centre has arrived.
+        is_mixing: whether the Mix effect was returned.
+    """
 
     ticket: int
     has_centre: bool = False
@@ -81,12 +87,12 @@ class ElasticExchange(Exchange, ServerRole):
     def __init__(self, context: PeerContext, pulls: PullExchange, settings: Elastic, hub: int):
         super().__init__(context)
         self._pulls = pulls
-        self._lost = settings.hub_lost
+        self._if_hub_lost = settings.hub_lost
         self._hub = hub
         self._is_hub = context.rank == hub
         workers = context.members.size - settings.hub_only
-        self._alpha = settings.step(workers)
-        self.centre = Centre(context.requests, settings.share(workers)) if self._is_hub else None
+        self._alpha = settings.worker_share(workers)
+        self.centre = Centre(context.requests, settings.centre_share(workers)) if self._is_hub else None
         self._numbers = itertools.count(1)
         self.trains = not (self._is_hub and settings.hub_only)
         self._initial: list[Received] = []  # requests that wait until our model is the centre
@@ -107,15 +113,12 @@ class ElasticExchange(Exchange, ServerRole):
 
     # --- the worker -------------------------------------------------------------------------------
 
-    def start_serving(self, now: float) -> list[effects.Effect]:
-        return self.centre.begin() if self.centre else []
-
     def begin(self, now: float) -> list[effects.Effect]:
         if not self.trains:
             return []
         hub = self._context.members.others.get(self._hub)
         if hub is not None and not hub.may_be_asked(now):
-            if self._lost == "gossip":
+            if self._if_hub_lost == "gossip":
                 return self._pulls.begin(now)
             self._context.sync.skipped += 1
             return []
@@ -134,6 +137,7 @@ class ElasticExchange(Exchange, ServerRole):
         if ticket == self._centre_ticket:
             if not isinstance(reply, ModelReply):
                 return self._centre_failed(ticket, now)
+            # The iterations of a peer that trains remain its own; a hub that does not has those of its centre.
             return [effects.Adopt(ticket, None if self.trains else reply.step)]
         current = self._current
         if current is None or current.ticket != ticket:
@@ -161,7 +165,8 @@ class ElasticExchange(Exchange, ServerRole):
         current = self._current
         if current is None:
             return self._pulls.mix(at_boundary)
-        # Not earlier with blocking: the next gradient must be of the same x as the difference (lines 3, 5 and 8).
+        # Not earlier with blocking: the next gradient must be of the same x as the difference (Algorithm 1, lines 3, 5
+        # and 8).
         if not (at_boundary or self._ending) or not current.has_centre or current.is_mixing:
             return None
         current.is_mixing = True
@@ -178,6 +183,9 @@ class ElasticExchange(Exchange, ServerRole):
         return self._pulls.timer_fired(name, now)
 
     # --- the hub ----------------------------------------------------------------------------------
+
+    def start_serving(self, now: float) -> list[effects.Effect]:
+        return self.centre.begin() if self.centre else []
 
     @property
     def contributions(self) -> int:
@@ -196,10 +204,14 @@ class ElasticExchange(Exchange, ServerRole):
         return self.centre.requested(event, now)
 
     def merged(self, event: Merged, now: float) -> list[effects.Effect] | None:
-        sender = self.centre.merging if self.centre else None
-        taken = self.centre.merged(event, now) if self.centre else None
-        if taken is not None and not event.sound and (worker := self._context.members.others.get(sender or 0)):
-            worker.suspended_until = now + self._context.timeout
+        if self.centre is None:
+            return None
+        sender = self.centre.merging
+        taken = self.centre.merged(event, now)
+        if taken is not None and not event.sound:
+            assert sender is not None  # else the merge would not be the centre's
+            if worker := self._context.members.others.get(sender):  # None: the hub's own model
+                worker.suspended_until = now + self._context.timeout
         return taken
 
     def initial_model_requested(self, event: Received, now: float) -> list[effects.Effect] | None:
@@ -213,7 +225,7 @@ class ElasticExchange(Exchange, ServerRole):
         return self.peer_lost(rank, now)
 
     def peer_lost(self, rank: int, now: float) -> list[effects.Effect]:
-        if rank != self._hub or self._lost != "stop":
+        if rank != self._hub or self._if_hub_lost != "stop":
             return []
         return [effects.Stop(f"the hub, peer {rank}, is gone, and --hub-lost is stop"), effects.Resume()]
 
@@ -266,7 +278,7 @@ class ElasticExchange(Exchange, ServerRole):
     def _answer_initial(self, now: float) -> list[effects.Effect]:
         initial, self._initial = self._initial, []
         deadline = now + self._context.members.model_timeout
-        return [effects.Answer(event.key, ModelReply(0), deadline, whole_model=True) for event in initial]
+        return [effects.Answer(event.key, ModelReply(step=0), deadline, whole_model=True) for event in initial]
 
 
 @dataclass
@@ -308,7 +320,7 @@ class Centre:
         return [effects.Capture(self.ticket, saved=True)]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counters as plain data; the driver saves the centre itself."""
+        """Return the counters as plain data; the driver, which has its values, saves the centre itself."""
         return {"exchanges": self.exchanges, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

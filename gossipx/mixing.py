@@ -21,10 +21,11 @@ class Mixing(abc.ABC):
     """A rule for the share β of a received model.
 
     Attributes:
-        public: whether x_request is replaced by the copy of the own model that other peers have after decoding.
+        uses_public_copies: whether x_request is replaced by the copy of the own model that other peers have after
+            decoding, its *public* copy.
     """
 
-    public: ClassVar[bool] = False
+    uses_public_copies: ClassVar[bool] = False
 
     @abc.abstractmethod
     def share(self, own_step: int, their_step: int) -> float:
@@ -85,7 +86,7 @@ class Choco(Mixing):
     """
 
     gamma: float = 0.2
-    public: ClassVar[bool] = True
+    uses_public_copies: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:

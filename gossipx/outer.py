@@ -28,12 +28,13 @@ class Outer(abc.ABC):
 
     Attributes:
         vectors: number of vectors of the model's size that it keeps between exchanges.
-        from_start: whether it begins with the model that all peers start from, rather than with its first exchange.
+        needs_common_start: whether it begins with the model that all peers start from, rather than with its first
+            exchange.
         waves_only: whether it needs the mean of all models.
     """
 
     vectors: ClassVar[int]
-    from_start: ClassVar[bool] = False
+    needs_common_start: ClassVar[bool] = False
     waves_only: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -99,7 +100,7 @@ class Nesterov(Outer):
     lr: float = 0.7
     momentum: float = 0.9
     vectors: ClassVar[int] = 2
-    from_start: ClassVar[bool] = True
+    needs_common_start: ClassVar[bool] = True
     waves_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

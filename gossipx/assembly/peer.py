@@ -180,8 +180,8 @@ class _Builder:
             around = {
                 "--hub": str(self.hub),
                 "--hub-only": str(mode.hub_only).lower(),
-                "--alpha": f"{mode.step(workers):g}",
-                "--beta": f"{mode.share(workers):g} of a worker's difference",
+                "--alpha": f"{mode.worker_share(workers):g}",
+                "--beta": f"{mode.centre_share(workers):g} of a worker's difference",
             }
         return {
             **around,
@@ -285,7 +285,7 @@ def model_codec(config: RunConfig, arena: ParameterArena, module: nn.Module, ran
     warm_up(codec)
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
     plain = norms(module)
-    public, in_pairs = mixing.mixing_from(config.values["mixing"]).public, isinstance(mode, Pairs)
+    public, in_pairs = mixing.mixing_from(config.values["mixing"]).uses_public_copies, isinstance(mode, Pairs)
     numbers = [fragment.number for fragment in arena.fragments]
     if isinstance(mode, Waves):
         return Coded([], waves=[WaveCodec(codec, arena, rank, peers, plain, seed + 1000 * one, one) for one in numbers])

@@ -37,15 +37,15 @@ def check(config: RunConfig) -> None:
     """
     mode = config.mode
     if isinstance(mode, Elastic) and mode.hub_lost != "gossip":  # with gossip, workers pull from each other meanwhile
-        reason = "is for peers that exchange with each other, and with"
-        around = f"--hub {mode.hub} --hub-lost {mode.hub_lost} they exchange only with the hub: leave one out"
-        refuse_given(config, ("topology", "schedule", "weights", "mixing"), f"{reason} {around}")
+        with_hub = f"with --hub {mode.hub} --hub-lost {mode.hub_lost} they exchange only with the hub: leave one out"
+        reason = f"is for peers that exchange with each other, and {with_hub}"
+        refuse_given(config, ("topology", "schedule", "weights", "mixing"), reason)
     if isinstance(mode, Pushes) and mode.weights == "push-sum":
         reason = "is for parts of a model, and --weights push-sum has one weight for all of it: leave one out"
         refuse_given(config, ["fragments"], reason)
         if config.is_given("mixing"):
             raise UsageError("--weights push-sum sets the share of a received model itself: leave --mixing out")
-    if isinstance(mode, Pairs) and config.is_given("mixing") and not mixing.mixing_from(mode.mixing).public:
+    if isinstance(mode, Pairs) and config.is_given("mixing") and not mixing.mixing_from(mode.mixing).uses_public_copies:
         raise UsageError("--mode pushpull averages two models equally: leave --mixing out, or give choco and a --codec")
     if isinstance(mode, HasOuter):
         _check_outer(mode, config.sync.init)
@@ -54,11 +54,11 @@ def check(config: RunConfig) -> None:
             raise UsageError(f"--pull-codec {mode.pull_codec} is for gradients only: give it as --push-codec")
         if CheckpointInterval.parse(every := str(config.run.checkpoint_every)).seconds:
             raise UsageError(f"--checkpoint-every {every} with servers: give iterations, at which all peers can resume")
-    if isinstance(mode, Pulls | Pushes | Pairs | Elastic) and mixing.mixing_from(mode.mixing).public:
-        _check_public(mode)
+    if isinstance(mode, Pulls | Pushes | Pairs | Elastic) and mixing.mixing_from(mode.mixing).uses_public_copies:
+        _check_public_copies(mode)
     if isinstance(mode, Pulls | Pushes | Pairs | Waves):
         _check_codec(config, mode)
-    if (
+    if (  # serve_share is a setting of HasServing, and blocking one of HasPolicy
         isinstance(mode, HasServing)
         and isinstance(mode, HasPolicy)
         and config.is_given("serve_share")
@@ -88,11 +88,11 @@ def _check_outer(mode: HasOuter, init: str) -> None:
     option = f"--outer {mode.outer}"
     if rule.waves_only and not isinstance(mode, Waves):
         raise UsageError(f"{option} needs the mean of all models: give --exchange waves, or --outer momentum:0.6")
-    if rule.from_start and init == "own":
+    if rule.needs_common_start and init == "own":
         raise UsageError(f"{option} needs a common initial model: leave --init own out")
 
 
-def _check_public(mode: Pulls | Pushes | Pairs | Elastic) -> None:
+def _check_public_copies(mode: Pulls | Pushes | Pairs | Elastic) -> None:
     """Refuse CHOCO mixing where no differences are encoded, or only one of two peers receives any."""
     given = f"--mixing {mode.mixing}"
     if isinstance(mode, Elastic):
@@ -133,8 +133,8 @@ def _check_coded_waves(config: RunConfig, mode: Waves) -> None:
         raise UsageError("--references are models of other peers, and a wave needs none: leave it out")
     if outer.outer_from(mode.outer) is not None:
         raise UsageError(
-            f"--outer {mode.outer} is for waves of whole models, and with a --codec the error that it leaves out"
-            " takes the place of momentum: leave one out"
+            f"--outer {mode.outer} is for waves of whole models, and with a --codec the error that the codec leaves"
+            " out, and adds to the next wave, takes the place of momentum: leave one out"
         )
 
 
@@ -145,4 +145,4 @@ def _codec(spec: str) -> Codec | None:
     from gossipx import codecs
 
     codec = codecs.parse(spec)
-    return None if codec == codecs.NoCodec() else codec
+    return None if codec == codecs.NoCodec() else codec  # NoCodec also by another spelling, such as "none:"

@@ -55,7 +55,7 @@ class OuterRule(Protocol):
         """Number of vectors that it keeps."""
 
     @property
-    def from_start(self) -> bool:
+    def needs_common_start(self) -> bool:
         """Whether it begins with the common initial model."""
 
     @property
@@ -106,7 +106,7 @@ class OuterState:
         Args:
             is_initial: whether they are now the initial model, which is the same on all peers.
         """
-        self.begun = is_initial and self._rule.from_start
+        self.begun = is_initial and self._rule.needs_common_start
         if self.begun:
             for section, kept in zip(self._sections, self.kept, strict=True):
                 model = section.values[: section.trainable]

@@ -193,16 +193,16 @@ class Elastic(AnyMode, HasPolicy, HasPartners, HasMixing, HasServing):
     hub_lost: Literal["gossip", "wait", "stop"] = setting("gossip")
     """While the hub does not respond: pull from other workers, train alone, or stop with exit code 4."""
 
-    def step(self, workers: int) -> float:
+    def worker_share(self, workers: int) -> float:
         """Return α of Eq. 1, the share of its difference to the centre by which each of the workers moves."""
         return EASGD_BETA / workers if self.alpha is None else self.alpha
 
-    def share(self, workers: int) -> float:
+    def centre_share(self, workers: int) -> float:
         """Return β/p of Eq. 2, the share of a worker's difference by which the centre moves.
 
         By default it is equal to α; then the sum of worker and centre is conserved.
         """
-        return (workers * self.step(workers) if self.beta is None else self.beta) / workers
+        return (workers * self.worker_share(workers) if self.beta is None else self.beta) / workers
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Reference:
         self.x = {rank: start.clone() for rank, start in starts.items()}
         self.centre = starts[HUB].clone()
         workers = len(starts) - hub.hub_only
-        self.alpha, self.share = hub.step(workers), hub.share(workers)
+        self.alpha, self.share = hub.worker_share(workers), hub.centre_share(workers)
         self._uploaded: dict[int, Tensor] = {}
         self._difference: dict[int, Tensor] = {}
 
@@ -76,7 +76,7 @@ def test_the_defaults_of_alpha_and_beta(size: int, only: bool) -> None:
         """Return α, by which a worker moves, and β, by which the centre moves if all p workers exchange at once."""
         mode = files.resolve({"hub": "1", "hub_only": only, **given}).mode
         assert isinstance(mode, Elastic) and rank_of_hub(mode, [*map(str, range(size))]) == 1
-        return mode.step(p), p * mode.share(p)
+        return mode.worker_share(p), p * mode.centre_share(p)
 
     assert moves() == pytest.approx((0.9 / p, 0.9))
     assert moves(alpha=0.3) == pytest.approx((0.3, 0.3 * p)), "their sum stays as it was"

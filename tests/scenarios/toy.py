@@ -136,7 +136,8 @@ def _coded(
     codec: str, arena: ParameterArena, role: PeerRole, mix: str, references: int, settings: dict[str, Any]
 ) -> Coded:
     """Return the codec of a peer's models."""
-    kind, public, rank, peers = codecs.parse(codec), mixing.mixing_from(mix).public, role.rank, role.members.size
+    kind, rank, peers = codecs.parse(codec), role.rank, role.members.size
+    public = mixing.mixing_from(mix).uses_public_copies
     numbers = [fragment.number for fragment in arena.fragments]
     if settings.get("exchange") == "waves":
         return Coded([], waves=[WaveCodec(kind, arena, rank, peers, seed=rank, fragment=one) for one in numbers])
