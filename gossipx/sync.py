@@ -17,21 +17,21 @@ QUIET = 100
 PERIODS = 3
 """Warn only after this multiple of the longest earlier pause, so that a policy that is meant to fire less and less
 often causes no warning."""
-LOSSES = 10
+SKIPS = 10
 """Warn after this many skipped decisions, if they are also a large share of all. A few are normal at the start of a
 run, while connections are being made."""
-LOST_SHARE = 0.2
+SKIPPED_SHARE = 0.2
 """Warn from this share of skipped decisions on: ``tau:10`` then exchanges less often than ``tau:12``."""
 
 
 @dataclass
 class _SinceRetrieval:
-    """Counters since the last retrieval."""
+    """Counters since the last retrieval, of which the policy sees an :class:`~gossipx.policies.Observation`."""
 
-    delta: float = 0.0  # Δ_r
-    travelled: float = 0.0
-    silence: int = 0
-    shared: bool = False
+    delta: float = 0.0  # Δ_r: Δ_t when the last request was sent; 0 before the first
+    travelled: float = 0.0  # the sum of Δ_t
+    silence: int = 0  # iterations
+    shared: bool = False  # whether it was a wave or a pair
 
 
 class _Decisions:
@@ -53,7 +53,7 @@ class _Decisions:
         self._silence = 0  # iterations since the last of them
         self._longest = 0  # such silence before
         self._last: Observation | None = None
-        self._lossy = False  # whether the warning about skips has been given
+        self._warned_of_skips = False
 
     def observe(self, observation: Observation, wanted: bool) -> None:
         """Count an iteration, and whether the policy ``wanted`` an exchange."""
@@ -74,11 +74,11 @@ class _Decisions:
                 f"{describe(self._policy)} has not fired in {self._silence} iterations{since}:"
                 f" {self._policy.explain(self._last)}; lower its threshold, or give max_silence=N"
             )
-        lost = self.overtaken + self.declined
-        if not self._lossy and lost >= LOSSES and lost >= LOST_SHARE * self._made:
-            self._lossy = True
+        skipped = self.overtaken + self.declined
+        if not self._warned_of_skips and skipped >= SKIPS and skipped >= SKIPPED_SHARE * self._made:
+            self._warned_of_skips = True
             found["skipped"] = (
-                f"{lost} of {self._made} decisions to exchange were skipped, {self.overtaken} during an exchange and"
+                f"{skipped} of {self._made} decisions to exchange were skipped, {self.overtaken} during an exchange and"
                 f" {self.declined} with all other peers busy: steps are faster than exchanges; let the policy fire less"
                 " often, or give --blocking"
             )
@@ -115,8 +115,8 @@ class SyncManager:
         skipped: number of decisions to pull that had no effect, because an exchange was in flight or no peer was
             available or willing.
         failed: number of exchanges that did not complete, and of waves that met no other peer.
-        accumulated: the number of the last retrieval of a completed exchange, and the sum of the deltas between the
-            request before it and its own (Figure 3).
+        accumulated: for the last completed exchange, :attr:`retrievals` with it, and the sum of Δ_t from the request
+            before it to its own (Figure 3).
     """
 
     def __init__(self, policy: str | Policy | Callable[[Observation], bool], seed: int = 0):
@@ -145,8 +145,8 @@ class SyncManager:
 
         Args:
             step: t, from 1.
-            delta: Δ_t (Eq. 6).
-            drift: ‖x_t − x_r‖₂, for policies that use it.
+            delta: Δ_t, how far the iteration moved the model (Eq. 6).
+            drift: ‖x_t − x_r‖₂, how far the model is from that of the last request; for policies that use it.
 
         Returns:
             True if the caller should send a request now; it then calls :meth:`requested`.
@@ -201,6 +201,8 @@ class SyncManager:
 
     def abandoned(self, *, failed: bool = True) -> None:
         """Record that the exchange in flight has failed, and restore the counters as if it had never begun.
+
+        Without an exchange in flight this has no effect.
 
         Args:
             failed: whether to count it as failed; False, for example, if it was cancelled because training ended.

@@ -66,7 +66,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     bool: st.booleans(),
     fields.Text: lines,
     fields.Ascii: words,
-    fields.Key: st.binary(min_size=32, max_size=32).map(bytes.hex),
+    fields.Token: st.binary(min_size=32, max_size=32).map(bytes.hex),
     fields.Proofs: st.lists(st.binary(min_size=32, max_size=32).map(bytes.hex), min_size=1, max_size=2).map(tuple),
     fields.Digest: st.just("") | st.binary(min_size=16, max_size=16).map(bytes.hex),
     fields.Texts: st.dictionaries(lines, lines, max_size=16),

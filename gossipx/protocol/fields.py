@@ -102,8 +102,10 @@ Line = Annotated[str, at_most(MAX_TEXT)]
 """Text inside a list or an object, whose type has :func:`printable_text` for all that it contains."""
 Text = Annotated[str, at_most(MAX_TEXT), printable_text]
 Ascii = Annotated[str, Meta(pattern=r"\A[\x00-\x7f]*\Z")]
-Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-Proofs = Annotated[tuple[Key, ...], at_most(MAX_SECRETS, 1)]
+Token = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+"""32 bytes as hexadecimal digits: a nonce, or a proof that a peer knows a secret of the run."""
+Proofs = Annotated[tuple[Token, ...], at_most(MAX_SECRETS, 1)]
+"""One proof for each secret that a peer has."""
 Digest = Annotated[str, Meta(pattern=r"\A([0-9a-f]{32})?\Z")]
 """The checksum of a model, of 128 bits; empty: no model."""
 Texts = Annotated[Mapping[Line, Line], at_most(MAX_SETTINGS), printable_text]
@@ -117,7 +119,11 @@ Groups = Annotated[tuple[Annotated[dict[Line, Setting], at_most(MAX_GROUP)], ...
 """The settings of each parameter group of an optimizer, in order."""
 _Part: TypeAlias = tuple[Annotated[int, between(0, MAX_PARTS)], Annotated[int, between(0, MAX_MODEL)]]
 Parts = Annotated[tuple[_Part, ...], at_most(MAX_PARTS)]
-"""For each partition in a bucket, in order: its number in the shard, and its number of bytes in the payload."""
+"""For each partition in a bucket, in order: its number in the shard, and its number of bytes in the payload.
+
+A shard is what one server hosts of the model's tables. It consists of partitions, which are parts of tables, and
+these are sent in buckets.
+"""
 
 
 class JoinedPeer(NamedTuple):
@@ -152,7 +158,7 @@ class Kind:
     Attributes:
         number: identifies it in the header of a frame.
         message: its class.
-        decode: makes the message of metadata, without the checks.
+        decode: makes the message from metadata, without the checks.
         checks: what msgspec cannot express, by field, in order.
         metadata: maximum bytes of metadata in a frame.
         payload: maximum bytes of payload in a frame.

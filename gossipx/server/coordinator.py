@@ -5,6 +5,8 @@ peers, has the new servers fetch their tables, and then puts the new layout in f
 a server is lost, if a server cannot prepare its tables, or after a timeout, and the old layout stays in force.
 Afterwards it informs all peers, until each has acknowledged or is lost. Each peer's part is in
 :mod:`gossipx.server.migration`.
+
+A *change* replaces the *layout*, which says which peer hosts which shard; the *migration* of a peer is its part in it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Name = tuple[int, int]
 
 
 @dataclass
-class _CoordinatedMigration:
+class _LedChange:
     """A change that this peer leads.
 
     Attributes:
@@ -97,7 +99,7 @@ class Coordinator:
         self._replies = replies
         self._migration = migration
         self._obstacle = obstacle
-        self._run: _CoordinatedMigration | None = None
+        self._change: _LedChange | None = None
         self._last: tuple[Name, str] | None = None  # the last change that this peer led, and why it failed
         self._submitted: dict[int, _LocalRequest] = {}
         self._tickets: dict[int, int] = {}  # by ticket, the local request that was sent
@@ -105,7 +107,7 @@ class Coordinator:
     @property
     def busy(self) -> bool:
         """Whether it leads a change, or waits for a requested one."""
-        return self._run is not None or bool(self._submitted)
+        return self._change is not None or bool(self._submitted)
 
     # --- requesting ------------------------------------------------------------------------------
 
@@ -129,8 +131,10 @@ class Coordinator:
 
     @property
     def leaving(self) -> bool:
-        """Whether this peer's shards are still being handed over before it leaves."""
-        return LEAVING in self._submitted or (self._run is not None and self._run.name[0] == self._context.rank)
+        """Whether this peer must not leave yet: others are taking over its shards, or it leads a change that it has
+        requested itself.
+        """
+        return LEAVING in self._submitted or (self._change is not None and self._change.name[0] == self._context.rank)
 
     def _outcome(self, number: int, problem: str) -> list[Effect]:
         if number != LEAVING:
@@ -181,9 +185,10 @@ class Coordinator:
     def requested(self, event: Received, request: ServersRequest, now: float) -> list[Effect]:
         """Handle a request for a change: start it, or answer with the outcome if it is over."""
         name, deadline = (event.sender, request.number), now + request.patience
-        if self._run is not None and self._run.name == name:
-            again = put_off(self._run.requester)
-            self._run.requester = defer(event.key, request.patience, now)
+        if self._change is not None and self._change.name == name:
+            # Its sender asks again, so the request from before is put off: this one waits for the outcome in its place.
+            again = put_off(self._change.requester)
+            self._change.requester = defer(event.key, request.patience, now)
             return again
         if self._last is not None and self._last[0] == name:
             return [Answer(event.key, outcome(self._last[1]), deadline)]
@@ -191,22 +196,23 @@ class Coordinator:
         if problem:
             return [Answer(event.key, NotReadyReply(problem), deadline)]
         try:
-            check_shards(self._migration.host.hosted.shards[0].clock.model, len(request.servers))
+            sync_model = self._migration.host.hosted.shards[0].clock.model
+            check_shards(sync_model, len(request.servers))
             layout = self._migration.layouts.make(server_order(self._migration.layout.servers, request.servers))
         except UsageError as error:
             return [Answer(event.key, NotReadyReply(str(error)), deadline)]
-        epoch = max(self._migration.epoch, self._migration.decided) + 1
+        epoch = max(self._migration.epoch, self._migration.decided) + 1  # also above those of aborted changes
         others = self._context.members.others
         members = {rank for rank in self._context.members.awaited() if others.peek(rank).stage is not None}
         members.add(self._context.rank)
         until = now + self._context.members.model_timeout
-        self._run = _CoordinatedMigration(name, epoch, layout, members, PauseRequest, set(members), until)
-        self._run.requester = defer(event.key, request.patience, now)
+        self._change = _LedChange(name, epoch, layout, members, PauseRequest, set(members), until)
+        self._change.requester = defer(event.key, request.patience, now)
         self._migration.begin(epoch, layout, self._context.rank)
-        return self._ask(self._run, now)
+        return self._ask(self._change, now)
 
     def _cannot_lead(self, servers: Sequence[int]) -> str:
-        if self._run is not None or self._migration.busy:
+        if self._change is not None or self._migration.busy:
             return UNDER_WAY
         if self._migration.layout.servers[0] != self._context.rank:
             return "the servers have just been changed: try again"
@@ -220,84 +226,85 @@ class Coordinator:
                 return f"peer {rank} is not a member of the run"
         return self._obstacle
 
-    def _ask(self, run: _CoordinatedMigration, now: float) -> list[Effect]:
+    def _ask(self, change: _LedChange, now: float) -> list[Effect]:
         """Send the phase's request to all members that have not acknowledged it and have none open."""
         effects: list[Effect] = []
         patience = self._context.timeout
-        for rank in sorted(run.todo - set(run.open.values())):
+        for rank in sorted(change.todo - set(change.open.values())):
             request: PauseRequest | PrepareRequest | PlaceRequest
-            if run.phase is PauseRequest:
-                request = PauseRequest(run.epoch, run.layout.servers, patience)
-            elif run.phase is PrepareRequest:
-                request = PrepareRequest(run.epoch, run.state, run.sync, patience)
+            if change.phase is PauseRequest:
+                request = PauseRequest(change.epoch, change.layout.servers, patience)
+            elif change.phase is PrepareRequest:
+                request = PrepareRequest(change.epoch, change.state, change.sync, patience)
             else:
                 request = PlaceRequest(self._migration.epoch, self._migration.layout.servers, self._migration.decided)
             send = self._replies.send(rank, request, now, now + patience, self._answered)
-            run.open[send.ticket] = rank
+            change.open[send.ticket] = rank
             effects.append(send)
         return effects
 
     def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
         """Handle a member's reply. An unanswered request is repeated by :meth:`watch`, unless the member is lost."""
-        run = self._run
-        assert run is not None
-        del run.open[ticket]
+        change = self._change
+        assert change is not None
+        del change.open[ticket]
         if reply is None:
             return [Forget(ticket), *self.check_members(now)]
-        if isinstance(reply, NotReadyReply) and run.phase is not PlaceRequest:
-            return [Forget(ticket), *self._abort(run, f"peer {to}: {reply.reason}", now)]
+        if isinstance(reply, NotReadyReply) and change.phase is not PlaceRequest:
+            return [Forget(ticket), *self._abort(change, f"peer {to}: {reply.reason}", now)]
         if isinstance(reply, BusyReply):
-            return [Forget(ticket), *self._ask(run, now)]
-        run.todo.discard(to)
-        return [Forget(ticket), *self._next_phase(run, now)]
+            return [Forget(ticket), *self._ask(change, now)]
+        change.todo.discard(to)
+        return [Forget(ticket), *self._next_phase(change, now)]
 
     def check_members(self, now: float) -> list[Effect]:
         """Handle members that are lost or have left."""
-        run = self._run
-        if run is None:
+        change = self._change
+        if change is None:
             return []
-        if run.phase is not PlaceRequest and not self._migration.busy:
-            return self._abort(run, "another peer aborted it, because it considered this peer lost", now)
-        gone = {rank for rank in run.members if self._context.members.is_gone(rank)}
-        served = gone & {*run.layout.servers, *self._migration.layout.servers}
-        if served and run.phase is not PlaceRequest:
-            return self._abort(run, f"peer {min(served)} is lost", now)
-        run.members -= gone
-        run.todo -= gone
-        return self._next_phase(run, now)
+        if change.phase is not PlaceRequest and not self._migration.busy:
+            return self._abort(change, "another peer aborted it, because it considered this peer lost", now)
+        gone = {rank for rank in change.members if self._context.members.is_gone(rank)}
+        served = gone & {*change.layout.servers, *self._migration.layout.servers}
+        if served and change.phase is not PlaceRequest:
+            return self._abort(change, f"peer {min(served)} is lost", now)
+        change.members -= gone
+        change.todo -= gone
+        return self._next_phase(change, now)
 
-    def _next_phase(self, run: _CoordinatedMigration, now: float) -> list[Effect]:
+    def _next_phase(self, change: _LedChange, now: float) -> list[Effect]:
         """Enter the next phase if all members have acknowledged."""
-        if run.todo:
+        if change.todo:
             return []
         timeout = self._context.members.model_timeout
-        if run.phase is PauseRequest:
-            run.phase, run.todo, run.until = PrepareRequest, set(run.layout.servers), now + TABLES * timeout
-            run.state, run.sync = self._migration.host.hosted.hand_over()
-            return self._ask(run, now)
-        if run.phase is PrepareRequest:
-            run.phase, run.todo, run.until = PlaceRequest, run.members - {self._context.rank}, now + timeout
-            text = f"the servers are now {_ranks_text(sorted(run.layout.servers))}, at epoch {run.epoch}"
+        if change.phase is PauseRequest:
+            change.phase, change.todo, change.until = PrepareRequest, set(change.layout.servers), now + TABLES * timeout
+            change.state, change.sync = self._migration.host.hosted.hand_over()
+            return self._ask(change, now)
+        if change.phase is PrepareRequest:
+            change.phase, change.todo, change.until = PlaceRequest, change.members - {self._context.rank}, now + timeout
+            text = f"the servers are now {_ranks_text(sorted(change.layout.servers))}, at epoch {change.epoch}"
             return [
                 Note("", text),
-                *self._migration.commit(run.epoch, now),
-                *self._ask(run, now),
-                *self._next_phase(run, now),
+                *self._migration.commit(change.epoch, now),
+                *self._ask(change, now),
+                *self._next_phase(change, now),
             ]
-        return self._finish(run, "")
+        return self._finish(change, "")
 
-    def _abort(self, run: _CoordinatedMigration, problem: str, now: float) -> list[Effect]:
+    def _abort(self, change: _LedChange, problem: str, now: float) -> list[Effect]:
         """Abort the change. The old layout stays in force; members that do not hear of it will ask."""
-        self._replies.forget(run.open)
-        run.phase, run.todo, run.open = PlaceRequest, run.members - {self._context.rank}, {}
+        self._replies.forget(change.open)
+        change.phase, change.todo, change.open = PlaceRequest, change.members - {self._context.rank}, {}
         aborted = self._migration.abort(now) if self._migration.busy else []
-        sent = self._ask(run, now)
-        return [Note("", f"the servers stay as they were: {problem}"), *aborted, *sent, *self._finish(run, problem)]
+        sent = self._ask(change, now)
+        # The members are told, and their replies do not matter.
+        return [Note("", f"the servers stay as they were: {problem}"), *aborted, *sent, *self._finish(change, problem)]
 
-    def _finish(self, run: _CoordinatedMigration, problem: str) -> list[Effect]:
-        self._run, self._last = None, (run.name, problem)
-        self._replies.forget(run.open)
-        return [] if run.requester is None else [run.requester.answer(outcome(problem))]
+    def _finish(self, change: _LedChange, problem: str) -> list[Effect]:
+        self._change, self._last = None, (change.name, problem)
+        self._replies.forget(change.open)
+        return [] if change.requester is None else [change.requester.answer(outcome(problem))]
 
     # --- timers -----------------------------------------------------------------------------------
 
@@ -310,19 +317,19 @@ class Coordinator:
                 effects += self._outcome(number, "the peer that holds shard 0 does not answer")
             elif number not in self._tickets.values():
                 effects += self._ask_leader(number, now)
-        run = self._run
-        if run is None:
+        change = self._change
+        if change is None:
             return effects
-        if now >= run.until and run.phase is PlaceRequest:
-            return [*effects, *self._finish(run, "")]  # the others hear of it with their next push or pull
-        if now >= run.until:
-            late = ", ".join(map(str, sorted(run.todo)))
-            what = "pause" if run.phase is PauseRequest else "receive its tables"
-            return [*effects, *self._abort(run, f"peer {late} did not {what} in time (--peer-timeout)", now)]
-        if run.requester is not None and run.requester.put_off_at <= now:
-            effects += put_off(run.requester)
-            run.requester = None
-        return [*effects, *self._ask(run, now)]
+        if now >= change.until and change.phase is PlaceRequest:
+            return [*effects, *self._finish(change, "")]  # the others hear of it with their next push or pull
+        if now >= change.until:
+            late = ", ".join(map(str, sorted(change.todo)))
+            what = "pause" if change.phase is PauseRequest else "receive its tables"
+            return [*effects, *self._abort(change, f"peer {late} did not {what} in time (--peer-timeout)", now)]
+        if change.requester is not None and change.requester.put_off_at <= now:
+            effects += put_off(change.requester)
+            change.requester = None
+        return [*effects, *self._ask(change, now)]
 
 
 def _ranks_text(servers: Sequence[int]) -> str:

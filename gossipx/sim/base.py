@@ -71,7 +71,7 @@ class BasePeer(Process):
         self._phase = "join"
         self._stage = role.stage
         self._leaving = False
-        self._stepping = False
+        self._stepping = False  # whether an iteration or an evaluation is under way, which takes virtual time
         self._waits_since: float | None = None
 
     # --- implemented by each kind of peer -----------------------------------------------------------

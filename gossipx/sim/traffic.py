@@ -126,7 +126,6 @@ class TrafficPeer(BasePeer):
 
     Attributes:
         on_retrieval: called with each model mixed during training.
-        captured: iterations of captured models, by ticket.
     """
 
     arena = None  # it has no model
@@ -142,7 +141,7 @@ class TrafficPeer(BasePeer):
         self._step = 0
         self._waits = False
         self._timers = VirtualTimers(self.later, lambda name: self.handle(events.TimerFired(name)), float)
-        self._captured: dict[int, int] = {}
+        self._captured: dict[int, int] = {}  # by ticket, the iterations of the captured model
         self._received: dict[int, _Received] = {}
         self._merged: dict[int, list[Retrieval]] = {}
         self._cancels: dict[int, Callable[[], None]] = {}
@@ -212,6 +211,7 @@ class TrafficPeer(BasePeer):
         self.handle(events.StepDone(self._step, self.delta, None))
 
     def may_compute(self) -> bool:
+        # With a parameter server the forward pass waits for each bucket as it comes to use it.
         return bool(self._sizes.segments) or not self._lacks
 
     def iterate(self, seconds: float) -> None:
@@ -289,7 +289,7 @@ class TrafficPeer(BasePeer):
         self.later(self.world.now, lambda: self.handle(events.Received(sender.rank, key, request)))
 
     def _answer(self, answer: effects.Answer) -> None:
-        if answer.begins > self.world.now:
+        if answer.begins > self.world.now:  # served models are spaced, so that training is not slowed down
             self.later(answer.begins, lambda: self._answer_now(answer))
         else:
             self._answer_now(answer)
@@ -303,11 +303,12 @@ class TrafficPeer(BasePeer):
             nbytes = self._sizes.model(request, answer.whole_model)
         elif isinstance(reply, server_messages.TablesReply) and answer.tables is not None:
             bucket = self._sizes.bucket((answer.tables.shard, answer.tables.bucket))
-            regular = isinstance(request, server_messages.TablesRequest) and request.progress >= 0
-            nbytes = bucket.pulled if regular else bucket.raw
+            # A worker's first pull and its last follow no push, and bring plain values.
+            after_push = isinstance(request, server_messages.TablesRequest) and request.progress >= 0
+            nbytes = bucket.pulled if after_push else bucket.raw
         key = answer.key
         self.endpoint.answer(
-            key, reply, nbytes, None, answer.deadline, lambda whole: self.handle(events.Answered(key, whole))
+            key, reply, nbytes, None, answer.deadline, lambda delivered: self.handle(events.Answered(key, delivered))
         )
 
     # --- models -------------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ class TrafficPeer(BasePeer):
     def _stop(self, stop: effects.Stop) -> None:
         self.error = self.error or NotEnoughPeersError(stop.reason)
         self._waits = False
-        if self._held is not None:  # the training thread waits for a bucket, and is told
+        if self._held is not None:  # the training thread waits within an iteration, which it gives up
             self._held, self._stepping = None, False
 
     def _tell(self, note: effects.Note) -> None:

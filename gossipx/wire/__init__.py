@@ -78,7 +78,7 @@ class Hello(fields.Message, frozen=True):
 class Challenge(fields.Message, frozen=True):
     """The reply to :class:`Open`: the answerer's nonce, which is all that an unauthenticated opener learns."""
 
-    nonce: fields.Key
+    nonce: fields.Token
 
 
 @fields.kind(6, answers=(Challenge,))
@@ -91,7 +91,7 @@ class Open(fields.Message, frozen=True):
         opener, answerer: names of the two peers.
     """
 
-    nonce: fields.Key
+    nonce: fields.Token
     run: fields.Text
     opener: fields.Text
     answerer: fields.Text
@@ -101,7 +101,7 @@ class Open(fields.Message, frozen=True):
 class Accepted(fields.Message, frozen=True):
     """The reply to :class:`Proof`: the answerer's own, by a secret of both. All later frames are authenticated."""
 
-    proof: fields.Key
+    proof: fields.Token
 
 
 @fields.kind(8, answers=(Accepted,))
