@@ -193,8 +193,8 @@ def _peer(
         plan.schedule,
         model_bytes=arena.nbytes(),
         incarnation=rank + 1,
-        closed="",
-        served=served.plan,
+        why_closed="",
+        server_plan=served.plan,
     )
 
     def step(peer: SimPeer) -> None:

@@ -133,13 +133,13 @@ class _Builder:
             model_bytes=arena.nbytes(),
             policy=policy,
             hub=self.hub,
-            served=None if served is None else served.plan,
+            server_plan=None if served is None else served.plan,
             incarnation=secrets.randbits(48),
-            closed=why_closed(config, self.schedule, any(address.behind_nat for address in place.addresses)),
+            why_closed=why_closed(config, self.schedule, any(address.behind_nat for address in place.addresses)),
             joined=place.joined,
             sync_manager=self.managers.sync_manager,
         )
-        role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
+        role.members.count_as_lost(() if place.admission is None else place.admission.lost)
         driver = Driver(role, arena, config.values["max_served"])
         driver.tables.store = None if served is None else served.table_store
         driver.models.codec = model_codec(config, arena, self.module, place.rank, len(place.names))

@@ -31,44 +31,47 @@ MODEL_SLACK = 2.0
 def build_role(
     config: RunConfig,
     rank: int,
-    begun: int,
+    size: int,
     schedule: Schedule,
     *,
     model_bytes: int,
     incarnation: int,
-    closed: str,
+    why_closed: str,
     policy: Policy | None = None,
     hub: int | None = None,
-    served: ServerPlan | None = None,
+    server_plan: ServerPlan | None = None,
     joined: Sequence[JoinedPeer] = (),
     sync_manager: Callable[[Policy, int], SyncManager] = SyncManager,
 ) -> PeerRole:
     """Return the role of a peer.
 
     Args:
-        begun: the number of peers that begin the run.
+        size: the number of peers that begin the run.
         schedule: the exchange schedule.
         model_bytes: size of the model.
         incarnation: distinguishes this process from an earlier one of the same rank.
-        closed: why no peer can join the run while it is in progress; empty: one can.
+        why_closed: why no peer can join the run while it is in progress; empty: one can.
         policy: a custom policy; None: the configured one.
         hub: the rank of the hub; None: the run has none.
-        served: the plan of the parameter server; None: the run has none.
+        server_plan: the plan of the parameter server; None: the run has none.
         joined: the peers that have joined the run while it was in progress.
-        sync_manager: makes the SyncManager, given the policy and a seed.
+        sync_manager: makes the SyncManager, given the policy and a seed: a script may have its own, and a simulated
+            peer its own policy.
     """
     values = config.values
-    policy = policies.parse("never") if served else policy or policies.parse(values["policy"])
+    # Workers of a parameter server push and pull in every iteration: no policy decides.
+    policy = policies.parse("never") if server_plan else policy or policies.parse(values["policy"])
     # Each peer has its own random numbers; only the split of the data is the same on all.
     rng = random.Random(f"peer {config.run.seed} {rank}")
+    # A peer that joins later has no place in the graph, so it mixes all models by the same share.
     shares = (
         {}
-        if rank >= begun
+        if rank >= size
         else weights.shares(values["weights"], schedule, rank, pushed=isinstance(config.mode, Pushes))
     )
     return PeerRole(
         rank=rank,
-        size=begun,
+        size=size,
         sync=sync_manager(policy, rng.getrandbits(64)),
         topology=schedule.topology,
         rng=rng,
@@ -77,10 +80,10 @@ def build_role(
         settings=config,
         schedule=schedule,
         shares=shares,
-        exchange_of=_exchange_of(config, hub, served),
+        exchange_of=_exchange_of(config, hub, server_plan),
         joined=joined,
         model_timeout=MODEL_SLACK * model_bytes / min(SLOWEST, max_rate(config) or SLOWEST),
-        closed=closed,
+        why_closed=why_closed,
     )
 
 
@@ -91,11 +94,11 @@ def max_rate(config: RunConfig) -> float | None:
 
 
 def _exchange_of(
-    config: RunConfig, hub: int | None, served: ServerPlan | None
+    config: RunConfig, hub: int | None, server_plan: ServerPlan | None
 ) -> Callable[[PeerContext, PullExchange], Exchange] | None:
     """Return the factory of the exchange of a run with a hub or servers; None: the run has neither."""
-    if served is not None:
-        return functools.partial(ServerMode, plan=served)
+    if server_plan is not None:
+        return functools.partial(ServerMode, plan=server_plan)
     if hub is None:
         return None
     assert isinstance(config.mode, Elastic)

@@ -35,15 +35,21 @@ COMPARISONS = 5
 
 @dataclass
 class _Candidate:
-    """A final model that peers have announced; ``final``: one of its holders does not change any more."""
+    """A final model that peers have announced.
+
+    Attributes:
+        holders: the ranks of the peers that have it.
+        final: whether one of them does not change any more.
+        weight: the sum of the weights of the models of which it is the mean.
+    """
 
     holders: list[int]
     final: bool = False
-    models: float = 0.0
+    weight: float = 0.0
 
     def order(self) -> tuple[bool, float, int, int]:
         """Return the sort key: the largest is chosen."""
-        return self.final, self.models, len(self.holders), -min(self.holders)
+        return self.final, self.weight, len(self.holders), -min(self.holders)
 
 
 class Agreement:
@@ -57,7 +63,7 @@ class Agreement:
     Attributes:
         comparison: number of the current comparison, from 1; 0 before the first.
         digest: checksum of our final model; empty: we have none.
-        models: its weight.
+        weight: its weight, as that of a candidate.
         since: when our finish began.
         averaged: the ranks that the last wave averages, as each of its members names them; empty before it.
         settled: whether the last comparison found all models equal; None: the comparisons are not over.
@@ -66,7 +72,7 @@ class Agreement:
     def __init__(self, rank: int, members: Membership, requests: Requests):
         self.comparison = 0
         self.digest = ""
-        self.models = 0.0
+        self.weight = 0.0
         self.since = math.inf
         self.averaged: tuple[int, ...] = ()
         self.settled: bool | None = None
@@ -81,7 +87,7 @@ class Agreement:
 
     def compare(self, arrived: Sequence[int], now: float) -> list[Effect] | None:
         """Compare our model with those of the peers that have arrived at this comparison."""
-        found = {self.digest: _Candidate([self._rank], models=self.models)}
+        found = {self.digest: _Candidate([self._rank], weight=self.weight)}
         for rank in arrived:
             other = self._members.others.peek(rank)
             if not other.digest:  # it takes no part
@@ -89,7 +95,7 @@ class Agreement:
             candidate = found.setdefault(other.digest, _Candidate([]))
             candidate.holders.append(rank)
             candidate.final = candidate.final or other.stage is Stage.DONE
-            candidate.models = max(candidate.models, other.models)
+            candidate.weight = max(candidate.weight, other.weight)
         if len(found) == 1:
             self.settled = True
             return [Resume()]
@@ -139,36 +145,40 @@ class Agreement:
         if ticket != self._ticket:
             return False
         self._ticket, self._is_adopting = None, False
-        self.models = self._chosen.models
+        self.weight = self._chosen.weight
         return True
 
     def source_of(self, ticket: int) -> int | None:
-        """Return the rank of which we requested the model ``ticket``; None if it is not our request."""
+        """Return the rank from which we requested the model ``ticket``; None if it is not our request."""
         return self._source if ticket == self._ticket else None
 
     def requested(self, event: Received, wanted: str, now: float) -> Answer:
         """Answer a request for our final model."""
         if wanted != self.digest or self._is_adopting:
             return Answer(event.key, NotReadyReply("it has another final model by now"), now + self._members.timeout)
-        return Answer(event.key, ModelReply(0), now + self._members.model_timeout)
+        return Answer(event.key, ModelReply(step=0), now + self._members.model_timeout)
 
     @property
     def unseen(self) -> list[int]:
-        """The ranks, ascending, of peers that were not seen to end the finish or to leave: those that were there in our
-        finish or reached theirs, as they or a member of the last wave told us, and those that may have ended while we
-        slept.
+        """The ranks, ascending, of the peers of the finish that were not seen to end it or to leave.
+
+        They are those that the last wave averages, as its members name them, and those that we met: see
+        :meth:`_was_here`.
         """
-        known = self._members.others.known.copy()
+        known = self._members.others.known.copy()  # the main thread asks, too
         ended = {rank for rank, other in known.items() if other.stage in (Stage.DONE, Stage.LEFT)}
         here = {*self.averaged, *(rank for rank, other in known.items() if self._was_here(other))}
         return sorted(here - ended - {self._rank})
 
     def _was_here(self, other: OtherPeer) -> bool:
+        """Return whether a peer was in the finish, as far as we know: it may have ended while we slept, it has told us
+        that it reached the finish, or it has told us its stage since we reached ours.
+        """
         return other.missed or (other.stage or Stage.JOINING) >= Stage.FINISH or other.told_at >= self.since
 
     @property
     def doubted(self) -> list[int]:
-        """:attr:`unseen` if they are as many as the peers seen to end with a model, this one included; else empty."""
+        """:attr:`unseen`; empty if the peers that were seen to end with a model, and this one, outnumber them."""
         return self.unseen if len(self.unseen) > len(self._ended()) else []
 
     def _ended(self) -> list[OtherPeer]:
@@ -183,7 +193,7 @@ class Agreement:
         same = all(other.digest == self.digest for other in self._ended())
         return self.settled is True and same and not self.doubted
 
-    def doubt(self) -> list[Effect]:
+    def note_unseen(self) -> list[Effect]:
         """Name the peers whose end was not seen, as we end."""
         if not self.comparison or not self.unseen:
             return []

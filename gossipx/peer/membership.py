@@ -3,7 +3,7 @@
 There is no membership service. Every peer learns about the others from ordinary traffic: any request or reply proves
 that its sender is alive, and a failed request is the only evidence that it is not. For each other peer the list holds
 
-- its stage, as last announced, and its incarnation, which a restart changes;
+- its stage, as it last told us, and its incarnation, which a restart changes;
 - whether it is **suspected**: requests have failed since it was last heard from. It is then left alone for a back-off
   that doubles with each failure, up to ``peer_timeout / 4``;
 - whether it is **lost**: requests have failed for ``peer_timeout``, or its address refused three connections in a row.
@@ -11,6 +11,16 @@ that its sender is alive, and a failed request is the only evidence that it is n
 - whether it is **suspended**: its last model held NaN or Inf, so none is requested from it for a while;
 - the times of recent model transfers in each direction, from which the next deadline is derived, as TCP derives its
   retransmission timeout from round-trip times.
+
+Five questions are asked of these, each by other parts:
+
+==========================  ==========================================================================================
+``OtherPeer.is_out``        lost or has left: nobody waits for it
+``OtherPeer.silent``        suspected, lost or has left: it is not expected to answer
+``unavailable``             silent or suspended: to be left out of a wave
+``OtherPeer.has_ended``     has left, or nothing listens at its address any more: its process is not there
+``is_gone``                 lost or has ended, which may show earlier: server mode continues without it
+==========================  ==========================================================================================
 
 :class:`Membership` answers the questions that depend on this: which neighbour to exchange with next, how long to wait
 for it, which peers a barrier waits for and which take part in a wave. It produces no effects; it is updated by
@@ -89,12 +99,13 @@ class OtherPeer:
     """This peer's knowledge of one other peer.
 
     Attributes:
-        first_stage: the first stage that it announced; None: none yet.
-        stage: the furthest stage that its current incarnation announced; None: none yet.
-        incarnation: the incarnation that announced it.
+        first_stage: the first stage that it told us; None: none yet.
+        stage: the furthest stage that its current incarnation told us; None: none yet.
+        incarnation: the incarnation that told it; None: none did, also if ``stage`` is known from ``all_train``.
         restarted: whether that is not its first incarnation.
         step: iterations that it had done by then.
-        comparison, digest, models: its final model, as in :class:`~gossipx.protocol.messages.PeerProgress`.
+        comparison, digest, weight: of its final model, as in :class:`~gossipx.protocol.messages.PeerProgress`, where
+            the weight is called ``models``.
         told_at: when it last told its stage.
         advanced_at: when its stage, its iterations or its comparison last advanced.
         report: its final figures; empty until it has some.
@@ -105,7 +116,8 @@ class OtherPeer:
         backoff_until: time before which no request is sent to it, unless it is heard from earlier.
         suspended_until: time before which no model is requested from it, since its last one held NaN or Inf.
         lost: whether it is considered dead. Nobody waits for it.
-        missed: whether we slept since its last reply, so that it may have ended without us.
+        missed: whether we slept since its last reply, so that it may have ended without us; the role resets it at the
+            next one.
         incoming: transfers of its models to us; None: there was no reason to look at them yet.
         outgoing: transfers of our models to it; None: as above.
     """
@@ -117,7 +129,7 @@ class OtherPeer:
     step: int = 0
     comparison: int = 0
     digest: str = ""
-    models: float = 0.0
+    weight: float = 0.0
     told_at: float = -math.inf
     advanced_at: float = -math.inf
     report: dict[str, Any] = field(default_factory=lambda: _NO_REPORT)
@@ -153,8 +165,8 @@ class OtherPeer:
     @property
     def has_ended(self) -> bool:
         """Whether its process seems to have ended: it has left the run, or nothing listens at its address any more."""
-        enough = 1 if self.stage is Stage.DONE else REFUSALS
-        return self.stage is Stage.LEFT or (self.stage is not None and self.refusals >= enough)
+        enough_refusals = 1 if self.stage is Stage.DONE else REFUSALS
+        return self.stage is Stage.LEFT or (self.stage is not None and self.refusals >= enough_refusals)
 
     def may_be_asked(self, now: float) -> bool:
         """Return whether a model may be requested from it now."""
@@ -168,12 +180,13 @@ class OtherPeer:
         self.first_stage = told.stage if self.first_stage is None else self.first_stage
         self.told_at = now
         is_new = self.incarnation not in (None, told.incarnation)
-        if self.incarnation is None and self.stage is Stage.TRAIN:  # as all_train says: its first one trained
+        if self.incarnation is None and self.stage is Stage.TRAIN:
+            # Known only from all_train, which is of its first process: one in an earlier stage was started after it.
             is_new = told.stage < Stage.TRAIN
         before, after = (self.stage or 0, self.comparison, self.step), (told.stage, told.comparison, told.step)
         if is_new or self.stage is None or after > before:
             self.stage, self.report, self.step, self.advanced_at = told.stage, told.report, told.step, now
-            self.comparison, self.digest, self.models = told.comparison, told.digest, told.models
+            self.comparison, self.digest, self.weight = told.comparison, told.digest, told.models
         self.incarnation, self.restarted = told.incarnation, self.restarted or is_new
 
 
@@ -215,7 +228,7 @@ class Others(Mapping[int, OtherPeer]):
         return entry
 
     def entry(self, rank: int) -> OtherPeer:
-        """Return the entry of ``rank`` for a change that leaves it as available for exchanges as it is.
+        """Return the entry of ``rank`` for a change that cannot make it unavailable for exchanges.
 
         Raises:
             KeyError: the run has no such other peer.
@@ -322,7 +335,7 @@ class Membership:
             self._neighbours = added_to(self._neighbours, rank)
         self.size = max(self.size, rank + 1)
 
-    def nobody_waits_for(self, ranks: Iterable[int]) -> None:
+    def count_as_lost(self, ranks: Iterable[int]) -> None:
         """Count peers as lost until they are heard from."""
         for rank in ranks:
             self.others.entry(rank).lost = True
@@ -360,7 +373,7 @@ class Membership:
             stage = other.stage or Stage.JOINING
             if not other.may_be_asked(now) or stage > last:
                 unavailable.add(rank)
-            elif stage <= Stage.TRAIN:
+            elif stage <= Stage.TRAIN:  # one in a later stage is unavailable with another ``last``
                 doubtful.discard(rank)
         return unavailable
 
@@ -399,7 +412,7 @@ class Membership:
 
     def in_training(self, now: float) -> list[int]:
         """Return the ranks, ascending, that respond and seem to be training: the members of a wave starting now."""
-        training = (Stage.START, Stage.TRAIN)  # no stage between START and FINISH is announced
+        training = (Stage.START, Stage.TRAIN)  # START, too: no peer announces that its training begins
         unavailable, peek = self.unavailable(now), self.others.peek
         return [rank for rank in self.others if peek(rank).stage in training and rank not in unavailable]
 
@@ -416,26 +429,26 @@ class Membership:
         """Return the stored entries, in any order; other threads may ask, too."""
         return list(self.others.known.items())
 
-    def draws(self) -> dict[str, Any]:
+    def draw_state(self) -> dict[str, Any]:
         """Return what partner choices depend on, as plain data: generator, round and transfer times."""
         version, words, gauss = self._rng.getstate()
         others = {str(rank): _saved(map(other.transfers, (False, True))) for rank, other in sorted(self._known())}
         members = {"round": self._round, "others": others, "with_all": _saved(self._with_all)}
         return {"rng": [version, list(words), gauss], "members": members}
 
-    def load_draws(self, draws: dict[str, Any]) -> None:
-        """Restore :meth:`draws`. Which peers are alive is not restored; it is learned anew.
+    def load_draw_state(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`draw_state`. Which peers are alive is not restored; it is learned anew.
 
         Peers that are no longer in the run are ignored.
         """
-        version, words, gauss = draws["rng"]
+        version, words, gauss = state["rng"]
         self._rng.setstate((version, tuple(words), gauss))
-        self._round = draws["members"]["round"]
-        known = {rank: both for rank, both in draws["members"]["others"].items() if int(rank) in self.others}
+        self._round = state["members"]["round"]
+        known = {rank: both for rank, both in state["members"]["others"].items() if int(rank) in self.others}
         for rank, both in known.items():
             other = self.others.entry(int(rank))
             other.incoming, other.outgoing = _restored(both)
-        self._with_all = _restored(draws["members"]["with_all"])
+        self._with_all = _restored(state["members"]["with_all"])
 
     def to_probe(self, now: float) -> list[int]:
         """Return the ranks to probe as a wave starts: all silent peers, and one other at random.

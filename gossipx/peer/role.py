@@ -108,7 +108,7 @@ class PeerRole:
         exchange_of: builds the exchange of a run with a hub or servers.
         joined: peers that joined the run before this one starts; it is one of them if its rank is not below ``size``.
         model_timeout: seconds that a model may take before any transfer was measured; ``peer_timeout`` if that is more.
-        closed: why no peer can join the run while it is in progress; empty: one can.
+        why_closed: why no peer can join the run while it is in progress; empty: one can.
 
     Attributes:
         counts: what this role, its parts and its driver count.
@@ -128,7 +128,7 @@ class PeerRole:
     exchange_of: Callable[[PeerContext, PullExchange], Exchange] | None = None
     joined: Sequence[JoinedPeer] = ()
     model_timeout: float = 0.0
-    closed: str = ""
+    why_closed: str = ""
 
     counts: Counters = field(default_factory=Counters, init=False)
     requests: Requests = field(default_factory=Requests, init=False)
@@ -154,7 +154,7 @@ class PeerRole:
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
         self.training = Training(context, self.barrier, self.exchange, self.waves, isinstance(mode, Waves))
-        joined = self.barrier, self.closed, self.joined
+        joined = self.barrier, self.why_closed, self.joined
         self.newcomers = Newcomers(self.rank, self.size, self.members, *joined)
         self.joining.joins = self.newcomers.is_one
         parts = self.agreement, self.barrier, self.joining, self.training, self.waves, self.exchange, self.server

@@ -90,7 +90,7 @@ class Stages:
         """Return the reply to an announcement of another peer: how far this one is."""
         final = self.agreement
         own = self.context.incarnation, self.report, self.waves.latest, self.training.step
-        return HereReply(self.stage, *own, final.comparison, final.digest, final.models, self.newcomers.listed)
+        return HereReply(self.stage, *own, final.comparison, final.digest, final.weight, self.newcomers.listed)
 
     def enter_barrier(self, stage: Stage, now: float) -> list[Effect]:
         """Enter ``stage``, announce it to all others, and start waiting for them."""
@@ -144,8 +144,8 @@ class Stages:
         if self.stage is Stage.COMPARE:
             compared = self.agreement.compare(self.barrier.arrived_ranks(), now)
             return self._compare_again(now) if compared is None else compared
-        doubt = self.agreement.doubt() if self.stage is Stage.DONE else []
-        return [*doubt, Resume()]  # or this peer only serves the others
+        notes = self.agreement.note_unseen() if self.stage is Stage.DONE else []
+        return [*notes, Resume()]  # or this peer only serves the others
 
     # --- the finish -------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Stages:
         """Announce our final model, of this checksum, and compare it with those of the others."""
         final, wave = self.agreement, self.waves.current
         if self.stage is Stage.AGREE:  # the model of a hub or of servers stands for all models
-            final.models = float(self.context.members.size) if wave is None else wave.weight
+            final.weight = float(self.context.members.size) if wave is None else wave.weight
         final.digest = digest
         return [Wait(), *self._compare_again(now)]
 

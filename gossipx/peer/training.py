@@ -140,10 +140,10 @@ class Training:
         joined = self._waves.join(self.step, now)
         return joined if joined or not self._context.blocking else [Resume()]
 
-    def draws(self) -> dict[str, Any]:
+    def draw_state(self) -> dict[str, Any]:
         """Return the state that partner choices depend on, as plain data: generator, measured transfer times, turns."""
         return {
-            **self._context.members.draws(),
+            **self._context.members.draw_state(),
             "last": self._exchange.last,
             "fragments": self._context.fragment_order.order,
         }
@@ -151,7 +151,7 @@ class Training:
     def restored(self, event: Restored, now: float) -> list[Effect]:
         """Continue from a model that was loaded from a checkpoint."""
         if event.draws is not None:
-            self._context.members.load_draws(event.draws)
+            self._context.members.load_draw_state(event.draws)
             self._exchange.last = event.draws["last"]
             self._context.fragment_order.load(event.draws["fragments"])
         self._context.step = event.step

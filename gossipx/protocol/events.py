@@ -202,7 +202,7 @@ class Restored(Event, frozen=True):
     Attributes:
         sync: saved state of :meth:`gossipx.sync.SyncManager.state_dict`.
         weight: saved push-sum weight.
-        draws: saved result of :meth:`gossipx.peer.PeerRole.draws`; None: keep the current state.
+        draws: what partner choices depend on, as saved from the role; None: keep the current state.
     """
 
     step: int

@@ -137,7 +137,7 @@ def test_a_run_that_resumes_continues_in_turn() -> None:
     until(made, 0, "mixes")
     made.run(made.now + 0.1)
     role = made.peers[0].role
-    order, draws = role._context.fragment_order.order, role.training.draws()
+    order, draws = role._context.fragment_order.order, role.training.draw_state()
     assert order != [1, 2, 3]
     sync = role.sync.state_dict()
     same, other = make(0, 2, **PARTS).role, make(0, 2, fragments=2).role

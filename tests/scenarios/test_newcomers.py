@@ -192,7 +192,7 @@ def test_a_run_that_is_over_admits_nobody_and_one_that_has_no_model_says_later()
 
 
 def test_a_run_without_a_place_for_newcomers_says_so() -> None:
-    made = training(closed="peers in a ring have fixed neighbours")
+    made = training(why_closed="peers in a ring have fixed neighbours")
     assert ask(made, 0).refusal == "peers in a ring have fixed neighbours"
     assert made.peers[0].role.handle(PeerMet(JoinedPeer(3, "late", "host", PORT, 0)), made.now) == []
 

@@ -117,7 +117,7 @@ def test_given_the_same_messages_it_takes_the_same_decisions(mode: str, policy: 
         play.steps(1, draws, faults=False)
     play.done.clear()
     state = json.loads(
-        json.dumps({"sync": first.sync.state_dict(), "weight": first.weight, "draws": first.training.draws()})
+        json.dumps({"sync": first.sync.state_dict(), "weight": first.weight, "draws": first.training.draw_state()})
     )
 
     again = role(2, policy, schedule, mode=mode)
@@ -127,7 +127,8 @@ def test_given_the_same_messages_it_takes_the_same_decisions(mode: str, policy: 
     assert other.steps(40, random.Random(6), faults=True) == expected
     assert len({entry[2] for entry in expected if entry[1] in ("PullRequest", "PushRequest")}) > 1
     assert any(entry[1] in ("Mix", "MoveReference") for entry in expected)
-    assert again.training.draws() == first.training.draws() and again.sync.state_dict() == first.sync.state_dict()
+    assert again.training.draw_state() == first.training.draw_state()
+    assert again.sync.state_dict() == first.sync.state_dict()
 
 
 # --- the first model ------------------------------------------------------------------------------------

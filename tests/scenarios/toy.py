@@ -90,7 +90,7 @@ def make(
     across: str = "none",
     entry: ReportEntry | None = None,
     model_timeout: float = 0.0,
-    closed: str = "",
+    why_closed: str = "",
     **settings: Any,
 ) -> SimPeer:
     """Return one peer, not started.
@@ -117,9 +117,9 @@ def make(
         None if hub is None else functools.partial(ElasticExchange, settings=hub, hub=int(hub.hub)),
         joined,
         model_timeout,
-        closed,
+        why_closed,
     )
-    role.members.nobody_waits_for(() if entry is None else entry.lost)
+    role.members.count_as_lost(() if entry is None else entry.lost)
     iterations = 0 if hub is not None and int(hub.hub) == rank and hub.hub_only else iterations
     module = module or Point(rank, SIZE * settings.get("fragments", 1))
     arena = ParameterArena(module, fragments=settings.get("fragments", 1))

@@ -221,11 +221,11 @@ def test_questions_about_all_peers_store_no_entries():
         made.others[size]
     assert made.alive() == size and made.awaited() == list(made.others) == made.without_figures()
     assert not made.unavailable(0.0) and not made.restarted() and not made.has_joined_late and not made.in_training(0.0)
-    assert not made.in_finish() and not made.is_gone(5) and made.draws()["members"]["others"] == {}
+    assert not made.in_finish() and not made.is_gone(5) and made.draw_state()["members"]["others"] == {}
     assert len(made.to_probe(0.0)) == 1 and made.patience(9) == made.longest_patience(made.others.ranks, 2) == TIMEOUT
     made.heard_from(7)
     assert made.draw(0.0) is not None and not made.others.known
-    made.nobody_waits_for([5])
+    made.count_as_lost([5])
     made.record_transfer(8, 1.0, 0.0)
     assert set(made.others.known) == {5, 8} and made.alive() == size - 1 and 5 not in made.awaited()
 
@@ -253,8 +253,8 @@ def test_transfers_are_restored():
     for seconds in (40.0, 41.0, 45.0):
         made.record_transfer(1, seconds, 0.0)
     made.record_late(2, outgoing=True)
-    again.load_draws(made.draws())
-    assert again.draws() == made.draws()
+    again.load_draw_state(made.draw_state())
+    assert again.draw_state() == made.draw_state()
     for rank in (1, 2):
         for outgoing in (False, True):
             assert again.patience(rank, outgoing) == made.patience(rank, outgoing)

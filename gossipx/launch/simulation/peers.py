@@ -228,8 +228,8 @@ def _role(plan: Plan, rank: int, number: int, model_bytes: int, served: ServerPl
         plan.schedule,
         model_bytes=model_bytes,
         incarnation=incarnation_of(plan, rank, number),
-        closed=why_closed(plan.config, plan.schedule),
+        why_closed=why_closed(plan.config, plan.schedule),
         hub=plan.hub,
-        served=served,
+        server_plan=served,
         sync_manager=SyncManager if chosen is None else lambda policy, seed: SyncManager(chosen, seed),
     )

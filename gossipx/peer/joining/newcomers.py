@@ -54,18 +54,18 @@ class Newcomers:
         size: number of peers that began the run.
         members: the role's membership list; newcomers are added to it.
         barrier: announces this peer to those that it hears of while it waits.
-        closed: why no peer can join this run; empty: one can.
+        why_closed: why no peer can join this run; empty: one can.
         known: peers that had joined when this one started, including itself if it is one of them.
     """
 
     def __init__(
-        self, rank: int, size: int, members: Membership, barrier: Barrier, closed: str, known: Iterable[JoinedPeer]
+        self, rank: int, size: int, members: Membership, barrier: Barrier, why_closed: str, known: Iterable[JoinedPeer]
     ):
         self._rank = rank
         self._size = size
         self._members = members
         self._barrier = barrier
-        self._closed = closed
+        self._why_closed = why_closed
         self._peers = {peer.rank: peer for peer in known}
         self._reserved: dict[int, _Reserved] = {}  # by rank, in the order in which they were given
         for each in self._peers.keys() - {rank}:
@@ -100,7 +100,7 @@ class Newcomers:
 
     def asked(self, event: AskEntry, stage: Stage, now: float) -> list[Effect]:
         """Admit a process, or say why not; ``stage`` is this peer's own."""
-        if refusal := self._closed or fault(event.host, event.port, event.name):
+        if refusal := self._why_closed or fault(event.host, event.port, event.name):
             return [ReportEntry(event.number, refusal=refusal)]
         peek = self._members.others.peek
         training = [rank for rank in self._members.awaited() if not self._is_over(peek(rank).stage)]
@@ -158,7 +158,7 @@ class Newcomers:
     def met(self, event: PeerMet, now: float) -> list[Effect]:
         """Handle a connection of a peer that joined."""
         known = self._peers.get(event.peer.rank)
-        if self._closed or (known is not None and known.by == event.peer.by):  # it came too late for its place
+        if self._why_closed or (known is not None and known.by == event.peer.by):  # it came too late for its place
             return []
         return self._learn(event.peer, now)
 
@@ -166,7 +166,7 @@ class Newcomers:
         """Read the list of the peers that joined in an announcement or in the reply to one."""
         match event:
             case Received(request=ArriveRequest(joined=joined)) | Replied(reply=HereReply(joined=joined)) if joined:
-                return [effect for peer in joined if not self._closed for effect in self._learn(peer, now)]
+                return [effect for peer in joined if not self._why_closed for effect in self._learn(peer, now)]
         return []
 
     def _learn(self, peer: JoinedPeer, now: float) -> list[Effect]:

@@ -415,7 +415,7 @@ class Driver:
         """Return the state that the role's next decision depends on, as plain data; no models."""
         with self._lock:
             sync = self.role.sync.state_dict()
-            draws = self.role.training.draws()
+            draws = self.role.training.draw_state()
             return {"iteration": self.arena.step, "sync": sync, "weight": self.role.weight, "draws": draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
