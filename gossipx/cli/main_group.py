@@ -12,8 +12,8 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-from gossipx.cli.output import unfailing
-from gossipx.cli.parsing import SHELLS, VARIABLE, debug, help_for
+from gossipx.cli.output import unfailing_output
+from gossipx.cli.parsing import COMPLETION_VARIABLE, SHELLS, debug, help_for
 from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.environment import ENV_DEBUG
 
@@ -32,7 +32,7 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
         print(*map(printable, str(error).splitlines()), sep="\n", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # a path that was given, wherever it is looked at first
+        if error.errno != errno.ENAMETOOLONG:  # a given path is too long: the first look at it fails
             raise
         print(f"{printable(str(error.filename), 100)}…: {error.strerror}", file=sys.stderr)
         sys.exit(UsageError.exit_code)
@@ -48,23 +48,24 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
 
 
 TRAINING = frozenset(("run", "simulate", "peer", "tune"))
-"""Commands whose exit code tells of a training, also if their output is lost; for the others it is all they do."""
+"""Commands whose exit code tells of a training, also if their output is lost. The others only produce
+output, so that they fail without it."""
 
 
 class _Main(click.Group):
     """The command group, which prints every error as one line."""
 
+    _invoked: str | None = None
+
     def main(self, *args: Any, **extra: Any) -> Any:
         self._invoked = None
-        with unfailing() as lost:
+        with unfailing_output() as why_incomplete:
             try:
                 return super().main(*args, **extra)
             except SystemExit as end:
-                if not end.code and lost() and self._invoked not in TRAINING:
+                if not end.code and why_incomplete() and self._invoked not in TRAINING:
                     raise SystemExit(1) from None
                 raise
-
-    _invoked: str | None = None
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _one_line(ctx):
@@ -105,4 +106,4 @@ def completion_command(ctx: click.Context, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None, "click supports all SHELLS"
-    print(kind(ctx.find_root().command, {}, "gossipx", VARIABLE).source(), end="")
+    print(kind(ctx.find_root().command, {}, "gossipx", COMPLETION_VARIABLE).source(), end="")

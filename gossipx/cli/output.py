@@ -52,7 +52,7 @@ class _Unfailing(io.FileIO):
 
 
 @contextlib.contextmanager
-def unfailing() -> Iterator[Callable[[], str]]:
+def unfailing_output() -> Iterator[Callable[[], str]]:
     """Return a context in which writing to standard output and error does not fail.
 
     Yields:
@@ -63,15 +63,15 @@ def unfailing() -> Iterator[Callable[[], str]]:
     sys.stdout, sys.stderr = (_unfailing(stream) for stream in before)
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
 
-    def lost() -> str:
+    def why_incomplete() -> str:
         sys.stdout.flush()
         error = raw.error if isinstance(raw, _Unfailing) else None
         return "" if error is None else f"standard output: {error.strerror}; what is missing there is lost"
 
     try:
-        yield lost
+        yield why_incomplete
     finally:
-        if text := lost():
+        if text := why_incomplete():
             print(text, file=sys.stderr)
         sys.stderr.flush()
         sys.stdout, sys.stderr = before

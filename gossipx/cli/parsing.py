@@ -61,6 +61,7 @@ def _complete_codec(ctx: click.Context, parameter: click.Parameter, typed: str) 
     from gossipx.specs import plugins
     from gossipx.specs.codecs import CODECS, ENTRY_POINT_GROUP
 
+    # Only the names count here: ``str`` stands for what builds a codec, which would import torch.
     return complete_from(plugins.names(dict.fromkeys(CODECS, str), ENTRY_POINT_GROUP))(ctx, parameter, typed)
 
 
@@ -93,7 +94,7 @@ COMPLETERS: dict[str, Completer] = {
     "mixing": complete_from("gossipx.mixing:MIXINGS"),
     "outer": complete_from("gossipx.outer:OUTERS"),
     "recorder": complete_from("gossipx.recorders:recorder_names"),
-    "sync": complete_sync_model,
+    "sync": complete_sync_model,  # --sync, of a parameter server
     "placement": complete_from("gossipx.server.placement:BUILT_IN"),
 }
 """Completion functions by setting; those of others are left to click, which completes choices only."""
@@ -143,6 +144,7 @@ def option(key: Key, help: str | None = None) -> Callable[[Any], Any]:
     """Return the decorator that adds a setting's option to a command; ``help`` replaces the setting's."""
     names = f"{key.option}/--no-{key.name.replace('_', '-')}" if key.kind is bool else key.option
     default = "" if key.default is None else f"  [default: {str(key.default).lower()}]"
+    # A list is typed as one text, 0.3,0.6, which gossipx.settings.files splits. A flag has no type in click.
     kind: Any = (
         click.Choice(key.choices) if key.choices else str if key.many else None if key.kind is bool else key.kind
     )
@@ -151,7 +153,7 @@ def option(key: Key, help: str | None = None) -> Callable[[Any], Any]:
         key.name,
         cls=Option,
         common=key.common,
-        default=None,
+        default=None,  # not given: the value is that of the TOML file, and only then the default
         type=kind,
         metavar=key.metavar,
         help=key.help + default if help is None else help,
@@ -260,7 +262,7 @@ def help_for(error: click.UsageError, command: click.Command) -> str:
 
 
 SHELLS = ("bash", "zsh", "fish")
-VARIABLE = "_GOSSIPX_COMPLETE"
+COMPLETION_VARIABLE = "_GOSSIPX_COMPLETE"
 """Environment variable by which the shell's script requests completions; click defines its name."""
 
 

@@ -1,6 +1,6 @@
 """Reading, checking, combining and writing the settings of a run.
 
-Values come from the command line, then from a TOML file, then from the defaults, in that order of precedence.
+Values come in layers, of which a later one overrides an earlier one: the defaults, a TOML file, the command line.
 :mod:`gossipx.settings.sections` declares the settings.
 """
 
@@ -124,7 +124,7 @@ def _built(values: Mapping[str, Any], given: frozenset[str]) -> RunConfig:
         section(RunSettings),
         section(TaskSettings),
         section(SyncSettings),
-        mode_of(values, given),
+        mode_of(values, given),  # refuses what has no effect in that mode
         section(ExchangeSettings),
         given,
     )
@@ -172,8 +172,8 @@ def checked(key: Key, value: Any, called: str, typed: bool = False) -> Any:
         if not isinstance(parts, list | tuple):
             raise UsageError(f"{called} is not a list of numbers: {value!r}")
         return tuple(checked(dataclasses.replace(key, many=False), part, called) for part in parts)
-    if key.peers == 2 and isinstance(value, list | tuple):
-        alone = dataclasses.replace(key, peers=1)
+    if key.peers == "several" and isinstance(value, list | tuple):
+        alone = dataclasses.replace(key, peers="one")
         return ",".join(checked(alone, one, called) for one in value) or checked(alone, "", called)
     if key.numbers and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
@@ -183,9 +183,8 @@ def checked(key: Key, value: Any, called: str, typed: bool = False) -> Any:
         made = _converted(key.kind, value)
     except (TypeError, ValueError, OverflowError):
         wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(key.kind, "text")
-        wanted = (
-            ("text", "a peer's name or number", "peers' names or numbers")[key.peers] if key.kind is str else wanted
-        )
+        if key.kind is str:
+            wanted = {"one": "a peer's name or number", "several": "peers' names or numbers"}.get(key.peers, "text")
         raise UsageError(f"{called} is not {wanted}: {value!r}") from None
     if key.choices and made not in key.choices:
         raise UsageError(f"{called} is '{made}': one of {', '.join(key.choices)}")

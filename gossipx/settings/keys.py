@@ -72,7 +72,7 @@ class Key:
             ``policies:check`` of gossipx; None: ``least`` and ``most`` suffice. A name, since this room is below all
             rooms that read settings.
         numbers: a text setting that also accepts a number, in TOML and in Python.
-        peers: 1: text that names one peer; 2: text or a list that names several; 0: names no peers.
+        peers: ``one``: text that names one peer; ``several``: text or a list that names several; empty: it names none.
         common: heading under which ``gossipx run --help`` shows it; None: only ``--help-all`` shows it.
         metavar: placeholder for the value in the help; None: derived from the type.
         absolute: name of a function that returns a path in a form that is valid in any working directory; None: the
@@ -95,7 +95,7 @@ class Key:
     most: float | None
     marks: frozenset[str]
     check: str | None = None
-    peers: Literal[0, 1, 2] = 0
+    peers: Literal["", "one", "several"] = ""
     common: Group | None = None
     metavar: str | None = None
     absolute: str | None = None

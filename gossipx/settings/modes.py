@@ -182,7 +182,7 @@ class Elastic(AnyMode, HasPolicy, HasPartners, HasMixing, HasServing):
     needed = "{option} needs a hub: name it with --hub, or leave {option} out"
     weights_allowed = ("uniform", "metropolis")
 
-    hub: str = setting(None, peers=1)
+    hub: str = setting(None, peers="one")
     """Peer that holds the centre of elastic averaging, by name or number; the other peers exchange with it."""
     hub_only: bool = setting(False)
     """The hub only serves the other peers and does not train."""
@@ -220,7 +220,7 @@ class Server(AnyMode):
         "hub": "--hub and --servers exclude each other: leave one out",
     }
 
-    servers: str | None = setting(None, peers=2, common="Exchange", metavar="PEERS")
+    servers: str | None = setting(None, peers="several", common="Exchange", metavar="PEERS")
     """Train with a parameter server whose shards are on these peers, by name or number: 0,1."""
     servers_only: bool = setting(False)
     """Servers only serve the workers and do not train."""

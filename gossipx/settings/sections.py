@@ -156,7 +156,8 @@ class ExchangeSettings:
     max_rate: str | None = setting(None, check="transports.pace:parse_rate", marks="later real")
     """Upper limit of the rate at which models are sent over a network, in total: 100mbit."""
     peer_timeout: float = setting(30.0, 0.1, 86_400, marks="later")
-    """Seconds after which to stop waiting for another peer."""
+    """Seconds after which to stop waiting for another peer (but not for a model on its way), for a host that --ssh has
+    started, or for the answer to a command."""
     rendezvous_timeout: float = setting(300.0, 0.1, 86_400, marks="process later real")
     """Seconds that the processes started by torchrun, srun or mpirun have to find each other."""
 

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from gossipx.cli import main, parsing
-from gossipx.cli.parsing import SHELLS, VARIABLE
+from gossipx.cli.parsing import COMPLETION_VARIABLE, SHELLS
 from gossipx.settings import files as config_files
 from gossipx.settings.keys import Key
 from gossipx.settings.sections import KEYS
@@ -62,7 +62,11 @@ def asked(place: Path, line: str, after: str = "") -> set[str]:
     """Return what bash would offer for a line, through its script's protocol; ``after``: Python code to run then."""
     typed = shlex.split(line) + ([""] if line.endswith(" ") else [])
     code = f"from gossipx.cli import main\ntry:\n    main(prog_name='gossipx')\nfinally:\n    {after or 'pass'}"
-    environment = {VARIABLE: "bash_complete", "COMP_WORDS": "\n".join(typed), "COMP_CWORD": str(len(typed) - 1)}
+    environment = {
+        COMPLETION_VARIABLE: "bash_complete",
+        "COMP_WORDS": "\n".join(typed),
+        "COMP_CWORD": str(len(typed) - 1),
+    }
     return set(run(place, sys.executable, "-c", code, **environment).split())
 
 
