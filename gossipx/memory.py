@@ -1,4 +1,7 @@
-"""Memory blocks for models: allocated once, reused, and on Linux shared with other processes by a file descriptor."""
+"""Memory blocks for models: allocated once, reused, and on Linux shared with other processes by a file descriptor.
+
+Their bytes are sent, received and compared in pieces, whose sizes are defined here too.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ import numpy as np
 PIECE = 2**20
 """Bytes that are checked, sent and copied at a time, while they are in the processor's cache."""
 
-HOT = 2**18
+OBSERVED_PIECE = 2**18
 """Bytes sent or received between two calls of a :data:`ByteObserver`; more would not stay in the cache until then."""
 
 ByteObserver: TypeAlias = Callable[[memoryview], None]
 """Callback for the bytes of a payload, called for each part in order while it is in the processor's cache."""
 
-STAGED = 2**22
-"""Bytes received before they are mixed. The work around each piece starts with a cold cache and takes about 70 µs: with
-pieces of 1 MB, pulls took a third longer, with 16 MB as long."""
+STAGED_PIECE = 2**22
+"""Bytes of a model that are received before the base is subtracted from them. The work around each such piece starts
+with a cold cache and takes about 70 µs: with 1 MB at a time, pulls took a third longer; with 16 MB, as long as now."""
 
 if sys.platform == "linux":
     # A sender that truncates the file would kill a receiver that maps it.

@@ -28,7 +28,7 @@ from torch.distributed import rpc
 
 from gossipx.comm import CommManager
 from gossipx.comm.listener import OnRequest
-from gossipx.memory import HOT, PIECE, Memory, Source
+from gossipx.memory import OBSERVED_PIECE, PIECE, Memory, Source
 from gossipx.protocol.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
 from gossipx.tools.certs import folder_of
 from gossipx.transports import Address, tcp
@@ -213,7 +213,7 @@ class Secured(Raw):
         flags = () if self._kind == "tls" else (socket.MSG_WAITALL,)
         done = 0
         while done < len(self._buffer):
-            end = min(done + HOT, self._size) if done < self._size else len(self._buffer)
+            end = min(done + OBSERVED_PIECE, self._size) if done < self._size else len(self._buffer)
             begin = done
             while done < end:
                 done += self._socket.recv_into(self._buffer[done:end], 0, *flags)

@@ -62,7 +62,8 @@ _SHORT = 2048
 """Longest shapes, in bytes, whose parsed form is cached; the whole cache then takes a few MB."""
 _ONE, _MIXED, _PLAIN = 1, 2, 4  # flags: one tensor with its shape; some are plain; all are
 _WIDTHS = (2, 4, 8)  # flags 8 and 16: index of the table's number width in bytes
-SQUEEZERS = ("", "zlib", "zstd")  # flags 32 and 64: index of the compressor of the body
+# Flags 32 and 64: index of the compressor by which the body is squeezed, ``+zlib`` or ``+zstd`` in a codec's spec.
+SQUEEZERS = ("", "zlib", "zstd")
 # The fastest level of each: on packed trits, zstd's level 9 takes 20 times as long and saves another 2 %.
 _LEVEL = 1
 
@@ -117,7 +118,11 @@ class Tensors:
         return sum(self.counts) * self.dtype.itemsize
 
     def are_plain(self, small: int) -> tuple[bool, ...]:
-        """Return for each tensor whether it is sent unencoded: small ones and ``plain`` ones; 0: all are encoded."""
+        """Return for each tensor whether it is sent unencoded.
+
+        Args:
+            small: tensors of fewer elements are, and those in ``plain``; 0: all are encoded.
+        """
         if not small:
             return (False,) * len(self.shapes)
         plain = self.plain or (False,) * len(self.shapes)
@@ -186,7 +191,7 @@ def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], max_bytes: int, 
     if len(tensors.shapes) > MAX_TENSORS:
         raise UsageError(f"a frame holds at most {MAX_TENSORS} tensors, not {len(tensors.shapes)}")
     shapes = bytearray()
-    flags = 8 * _width(max_bytes) + 32 * SQUEEZERS.index(squeezed)
+    flags = 8 * _width_index(max_bytes) + 32 * SQUEEZERS.index(squeezed)
     if tensors.single:
         flags |= _ONE
         for number in (len(tensors.shapes[0]), *tensors.shapes[0]):
@@ -205,7 +210,7 @@ def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], max_bytes: int, 
 
 def width(max_bytes: int) -> int:
     """Return the bytes per number in the table of sizes, if no encoded tensor takes more than ``max_bytes``."""
-    return _WIDTHS[_width(max_bytes)]
+    return _WIDTHS[_width_index(max_bytes)]
 
 
 def seal(frame: Array) -> None:
@@ -248,13 +253,14 @@ def unpack_numbers(layout: str, data: Array, place: int = 0) -> tuple[Any, ...]:
 
 
 def open_frame(
-    frame: Buffer, limit: int = LIMIT, check: Callable[[Tensors], None] = lambda contents: None
+    frame: Buffer, limit: int = LIMIT, check: Callable[[Tensors], None] = lambda tensors: None
 ) -> OpenedFrame:
     """Check all parts of a frame that do not depend on its codec.
 
     Args:
         limit: most bytes that its tensors may decode to. This function allocates less than nine times the larger of
-            ``limit`` and the frame's size, plus a few MB.
+            ``limit`` and the frame's size, plus a few MB: a copy of the shapes, and up to 8 bytes per element of a body
+            that it decompresses.
         check: raises ProtocolError if the frame does not hold the expected tensors.
 
     Raises:
@@ -277,14 +283,14 @@ def open_frame(
     if contents.tensors.nbytes > limit:
         raise ProtocolError(f"a codec's frame decodes to {contents.tensors.nbytes} bytes, at most {limit} are allowed")
     check(contents.tensors)
-    data.flags.writeable = False  # loops are compiled for read-only arrays only
+    data.flags.writeable = False  # the codecs' loops are compiled by numba, for read-only arrays only
     body = data[HEAD + size :]
     if squeezed is not None:
         body = _unsqueezed(body, SQUEEZERS[flags >> 5 & 3], squeezed, contents.tensors)
     return OpenedFrame(codec, contents, _table(body, contents, _WIDTHS[flags >> 3 & 3]), body)
 
 
-def _width(max_bytes: int) -> int:
+def _width_index(max_bytes: int) -> int:
     return next(index for index, width in enumerate(_WIDTHS) if max_bytes < 2 ** (8 * width))
 
 

@@ -67,7 +67,7 @@ def decompress(scale: float, data: bytes, n: int) -> Tensor:
         raise UsageError(f"decompress takes a number, bytes and an integer, not {scale!r}, {data!r}, {n!r}") from error
     if not size <= _LARGEST:  # nor if it is NaN
         raise ProtocolError(f"the scale of trits is {scale}, not a finite float32 number")
-    codes.flags.writeable = False  # loops are compiled for read-only arrays only
+    codes.flags.writeable = False  # the codecs' loops are compiled by numba, for read-only arrays only
     # A byte encodes 70 trits at most; check that before allocating memory.
     if count < 0 or count > 70 * len(codes) or not compiled().ternary_fits(codes, 0, len(codes), count):
         raise ProtocolError(f"{len(codes)} bytes do not encode {count} trits")

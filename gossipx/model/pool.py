@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from gossipx.errors import LocalFaultError
-from gossipx.memory import STAGED, Memory, Source
+from gossipx.memory import STAGED_PIECE, Memory, Source
 from gossipx.model.layout import lengths
 from gossipx.model.section import Section
 
@@ -446,7 +446,7 @@ class Pool:
     def staging(self) -> memoryview:
         """Return memory for one piece of an incoming model; the caller gives it back with :meth:`free_staging`."""
         with self.lock:
-            return self._free_staging.pop() if self._free_staging else memoryview(bytearray(STAGED))
+            return self._free_staging.pop() if self._free_staging else memoryview(bytearray(STAGED_PIECE))
 
     def free_staging(self, staging: memoryview) -> None:
         """Take back memory from :meth:`staging`."""

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from gossipx.memory import STAGED, copy
+from gossipx.memory import STAGED_PIECE, copy
 from gossipx.model import kernels, layout
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import has_average
@@ -87,7 +87,7 @@ class Incoming:
         self._reuse_base(start)
         if not segment.trained:
             return self.buffer.view[start : segment.stop]
-        stop = min(start + STAGED, segment.stop)
+        stop = min(start + STAGED_PIECE, segment.stop)
         if self._staging is None:
             self._staging = self._pool.staging()
         return self._staging[: stop - start]
@@ -108,7 +108,7 @@ class Incoming:
             stop = min(len(view), segment.stop - start)
             self._reuse_base(start + done)
             if segment.trained:
-                stop = min(stop, done + STAGED)
+                stop = min(stop, done + STAGED_PIECE)
                 self._compare(segment, start + done, view[done:stop])
             else:
                 copy(view[done:stop], self.buffer.view[start + done : start + stop])

@@ -56,7 +56,7 @@ FLOAT32 = 4
 PEER_ITERATIONS, SHORTEST = 20_000, 200
 """Iterations that are simulated, of all peers together, which takes about a second, and at least of each; the traffic
 of longer runs is extrapolated."""
-SERVED = 20
+SERVER_ITERATIONS = 20
 """Iterations that are simulated with servers, where each has the same traffic."""
 EVENTS = 10_000
 """Events that are simulated at a time."""
@@ -197,7 +197,7 @@ def dry_run(
     names = [peer.name for peer in checked.peers]
     machines = _machines(checked)
     apart = len(set(machines)) > 1
-    lines = machines if apart else list(range(len(names)))
+    link_of = machines if apart else list(range(len(names)))  # number of the link that each peer uses, by rank
     return DryRun(
         name=settings.run.name or "",
         peers=_peers(checked),
@@ -210,7 +210,9 @@ def dry_run(
         fragments=settings.values["fragments"],
         exchange_seconds=model.encoded_bytes / settings.values["fragments"] / min(rate, max_rate or rate),
         exchange_rate=link if most is None or parse_rate(most) >= rate else most,
-        traffic=[_traffic_of(one, checked, module, model, lines, rate, max_rate) for one in _shown_policies(settings)],
+        traffic=[
+            _traffic_of(one, checked, module, model, link_of, rate, max_rate) for one in _shown_policies(settings)
+        ],
         start_bytes=model.whole_bytes if settings.sync.init == "first" and len(names) > 1 else 0,
         finish_bytes=_finish(settings, names, model.exchanged_bytes),
         notice=checked.notice,
@@ -265,7 +267,7 @@ def _traffic_of(
     """
     settings, size = checked.settings, len(checked.peers)
     source, deltas = ["simulated"], None
-    iterations = SERVED
+    iterations = SERVER_ITERATIONS
     if not isinstance(settings.mode, Server):
         policy = policies.parse(spec)
         period = policy.period if isinstance(policy, policies.Tau) else 1
@@ -277,14 +279,14 @@ def _traffic_of(
     if iterations < settings.run.iterations:
         source.insert(1, f"{iterations:,} iterations")
     exchanges, sent = _simulated(spec, iterations, deltas, checked, module, model)
-    if isinstance(settings.mode, Server | Elastic):  # without what all models cost at the start and at the end
+    if isinstance(settings.mode, Server | Elastic):  # less the traffic of start and finish
         sent -= _simulated(spec, 0, deltas, checked, module, model)[1]
-    scale = settings.run.iterations / iterations
-    sent *= scale
+    longer = settings.run.iterations / iterations  # than what was simulated
+    sent *= longer
     return Traffic(
         policy=spec,
         source=", ".join(source),
-        exchanges=exchanges * scale,
+        exchanges=exchanges * longer,
         received_bytes=float(sent.sum()) / size,
         busiest_bytes=max(float(sent.sum(axis).max()) for axis in (0, 1)),
         link_seconds=link_seconds(sent, machines, link, max_rate),
@@ -303,9 +305,9 @@ def link_seconds(sent: Matrix, machines: Sequence[int], link: float, max_rate: f
         link: rate of a machine's link, in bytes per second.
         max_rate: limit on a peer's sending rate, in bytes per second; None: no limit.
     """
-    of = np.array(machines)
-    crossing = np.where(of[:, None] != of[None, :], sent, 0.0)
-    busiest = max(float(np.bincount(of, weights=crossing.sum(axis)).max()) for axis in (0, 1))
+    machine_of = np.array(machines)
+    crossing = np.where(machine_of[:, None] != machine_of[None, :], sent, 0.0)
+    busiest = max(float(np.bincount(machine_of, weights=crossing.sum(axis)).max()) for axis in (0, 1))
     return max(busiest / link, 0.0 if max_rate is None else float(crossing.sum(0).max()) / max_rate)
 
 
@@ -314,11 +316,11 @@ def _simulated(
 ) -> tuple[float, Matrix]:
     """Return the exchanges per peer in some iterations, and the bytes sent: [receiver, sender]."""
     settings, names = checked.settings, [peer.name for peer in checked.peers]
-    size, mode, scale, share = len(names), settings.mode, 1.0, model.encoded_bytes / model.exchanged_bytes
+    size, mode, larger, share = len(names), settings.mode, 1.0, model.encoded_bytes / model.exchanged_bytes
     built_in = "lenet" if module is None else model.name
     if isinstance(mode, Server):
         total = model.exchanged_bytes if module is None else FLOAT32 * sum(one.numel() for one in module.parameters())
-        scale = total / (FLOAT32 * sum(count for _, count in published_sizes(built_in)))
+        larger = total / (FLOAT32 * sum(count for _, count in published_sizes(built_in)))
         # Gradients and values take the same way back and forth, so that the mean share gives the sum of both.
         coded = [codec for codec in (mode.push_codec, mode.pull_codec) if codec != "none"]
         share = mean(_encoded(codecs.parse(codec), module, total) / total for codec in coded) if coded else 1.0
@@ -332,7 +334,7 @@ def _simulated(
         sync=replace(settings.sync, finish=finish),
         mode=mode,
     )
-    of = Simulation(
+    simulation = Simulation(
         peers=size,
         work="traffic",
         model=built_in,
@@ -340,12 +342,15 @@ def _simulated(
         deltas=deltas,
         encoded=share,
     )
-    compute = Compute(seconds=1.0, evaluation=30.0)  # in which the last exchange arrives, and slower peers end
-    scenario = Scenario(of, compute, NetworkSettings(), Churn(), (), config, Path(), "")
+    # Within the 30 s of the last evaluation, the last exchange arrives and slower peers end.
+    compute = Compute(seconds=1.0, evaluation=30.0)
+    scenario = Scenario(simulation, compute, NetworkSettings(), Churn(), (), config, path=Path(), text="")
     schedule = build_schedule(config, size, [peer.host for peer in checked.peers])
     # Peers in lockstep would meet at the same moments again and again, where pairs exclude each other.
     times = StepTimes.drawn(size, 1.0, 0.1, (0.0, 1.0), (0.0, 0.0), config.run.seed)
-    plan = Plan(scenario, config, names, schedule, rank_of_hub(mode, names), times, not is_central, Parts())
+    plan = Plan(
+        scenario, config, names, schedule, rank_of_hub(mode, names), times, assembled=not is_central, parts=Parts()
+    )
     network = _CountingNetwork(bandwidth=1e15, delay=1e-6, sent=np.zeros((size, size)))
     world: World[TrafficPeer] = World(config.run.seed, network)
     make = TrafficPeers(plan)
@@ -354,8 +359,9 @@ def _simulated(
     while world.advance(EVENTS):
         pass
     retrievals = [peer.role.sync.retrievals for peer in world.peers.values() if peer.role.trains]
-    models = _models_in_wave(size) if isinstance(mode, Waves) else len(retrievals)
-    return sum(retrievals) / max(models, 1), network.sent * scale
+    # Models that all peers together retrieve while each makes one exchange.
+    per_exchange = _models_in_wave(size) if isinstance(mode, Waves) else len(retrievals)
+    return sum(retrievals) / max(per_exchange, 1), network.sent * larger
 
 
 def _models_in_wave(size: int) -> int:

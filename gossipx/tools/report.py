@@ -20,7 +20,7 @@ from gossipx.tools import plot as plotting
 from gossipx.tools.templates import filled
 
 _COLUMNS = tuple(figure for figure in FIGURES if figure.where.column)
-"""Figures in the table of a run's peers. Columns without a value are left out."""
+"""Figures in the table of a run's peers: those that have a heading for it. Columns without a value are left out."""
 _SHOWN = {"bytes": (1e-6, ".1f"), "share": (1.0, ".4f"), "nats": (1.0, ".4f"), "s": (1.0, ".2f")}
 """Factor and format of figures by their unit; others are whole numbers."""
 NOT_COMPARED = ("name", "peers", "logdir", "overwrite")
@@ -29,7 +29,7 @@ NOT_COMPARED = ("name", "peers", "logdir", "overwrite")
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table of the report: its heading, one of each column, and the cells of its rows."""
+    """A table of the report: its heading, the headings of its columns, and the cells of its rows."""
 
     heading: str
     columns: Sequence[str | None]
@@ -50,7 +50,7 @@ def write(runs: Sequence[tuple[Path, Summary]], comparison: ReportTable, target:
     """Write the report.
 
     Args:
-        runs: the runs' directories and summaries.
+        runs: the runs' directories, or their summaries' files, and their summaries.
         comparison: of the runs.
         target: the file.
 
@@ -71,12 +71,17 @@ def write(runs: Sequence[tuple[Path, Summary]], comparison: ReportTable, target:
         raise GossipxError(f"{target}: the report cannot be written ({error.strerror})") from error
 
 
+def _directory_of(path: Path) -> Path:
+    """Return the directory of a run that was given by its directory, or by its summary's file."""
+    return path if path.is_dir() else path.parent
+
+
 def _picture(runs: Sequence[tuple[Path, Summary]]) -> tuple[str, list[str]]:
     """Return the plot of the runs that have curves, as SVG, and why others have none; empty: no run has curves."""
     drawable, notes = [], []
     for path, summary in runs:
         try:
-            curves.read(path if path.is_dir() else path.parent)
+            curves.read(_directory_of(path))
             drawable.append((path, summary))
         except UsageError as error:
             notes.append(str(error))
@@ -97,7 +102,7 @@ def _settings(runs: Sequence[tuple[Path, Summary]]) -> list[ReportTable]:
     found: list[Mapping[str, Any]] = []
     for path, _ in runs:
         try:
-            tables = files.resolve(settings_in(path if path.is_dir() else path.parent)).tables
+            tables = files.resolve(settings_in(_directory_of(path))).tables
         except UsageError:  # only the summary was kept
             return []
         found.append({name: value for table in tables.values() for name, value in table.items()})
@@ -113,8 +118,7 @@ def _settings(runs: Sequence[tuple[Path, Summary]]) -> list[ReportTable]:
 
 
 def _peers(path: Path, summary: Summary) -> ReportTable:
-    directory = path if path.is_dir() else path.parent
-    hosts = directory / HOSTS_FILE
+    hosts = _directory_of(path) / HOSTS_FILE
     names = [line.name for line in read_hosts(hosts)] if hosts.is_file() else []
     if len(names) != summary.peers:
         names = [f"peer {rank}" for rank in range(summary.peers)]

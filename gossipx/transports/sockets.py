@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from gossipx.errors import ConnectionClosedError, GossipxError, PeerTimeoutError, PeerUnreachableError
-from gossipx.memory import HOT, ByteObserver
+from gossipx.memory import OBSERVED_PIECE, ByteObserver
 from gossipx.transports import Address
 
 # Buffers per sendmsg call; the kernel accepts at most 1,024.
@@ -86,7 +86,7 @@ class SocketStream:
         A large buffer is sent in parts: after a single call for all of it, the bytes would have left the processor's
         cache before the receiver reads them.
         """
-        small = list(itertools.takewhile(lambda buffer: len(buffer) <= HOT, buffers[:_VECTORS]))
+        small = list(itertools.takewhile(lambda buffer: len(buffer) <= OBSERVED_PIECE, buffers[:_VECTORS]))
         if small and observe is None:
             return self._socket.sendmsg(small, [], flags)
         # ``observe`` runs after sending, so that it overlaps with the receiver's own work.
@@ -192,7 +192,7 @@ def _by_parts(view: memoryview, move: Callable[[memoryview], int], observe: Byte
     """
     start, until = 0, time.monotonic() + _UNTIMED
     while True:
-        part = view[start : start + HOT]
+        part = view[start : start + OBSERVED_PIECE]
         try:
             count = move(part)
         except BlockingIOError:

@@ -17,7 +17,7 @@ import streamed
 from streamed import LONG, SHORT, InThread, read, soon
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
-from gossipx.memory import HOT
+from gossipx.memory import OBSERVED_PIECE
 from gossipx.transports import Address, Listener, Stream, Transport, sockets, tcp, unix
 
 tls, in_thread = streamed.tls, streamed.in_thread
@@ -99,7 +99,7 @@ def test_buffers_may_change_once_sent(pair: Pair) -> None:
     assert read(theirs, 6) == b"before"
 
 
-@pytest.mark.parametrize("size", [1, HOT, 7 * HOT + 5])
+@pytest.mark.parametrize("size", [1, OBSERVED_PIECE, 7 * OBSERVED_PIECE + 5])
 def test_an_observer_sees_all_sent_bytes_in_order(pair: Pair, in_thread: InThread, size: int) -> None:
     ours, theirs = pair
     data, seen = os.urandom(size), bytearray()

@@ -11,7 +11,7 @@ import torch
 from seeds import some
 from torch import Tensor, nn
 
-from gossipx.memory import STAGED
+from gossipx.memory import STAGED_PIECE
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import Snapshot
 from gossipx.model.receive import Incoming
@@ -91,7 +91,9 @@ def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
     return way
 
 
-@pytest.mark.parametrize("way", [receive, in_parts(800), in_parts(STAGED // 3 // 8 * 8), in_parts(4 * STAGED)])
+@pytest.mark.parametrize(
+    "way", [receive, in_parts(800), in_parts(STAGED_PIECE // 3 // 8 * 8), in_parts(4 * STAGED_PIECE)]
+)
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("shared", some([False, True], True))
 def test_the_base_is_subtracted_from_an_incoming_model(way, stepped: bool, shared: bool) -> None:
@@ -128,7 +130,7 @@ def test_a_step_during_receiving_moves_the_model_to_the_bases_memory(pieces: int
     held = arena.snapshot()
     place = held.vectors[0].data_ptr()
     incoming = Incoming(arena, held)
-    done = receive(model, incoming, 0, pieces * STAGED)
+    done = receive(model, incoming, 0, pieces * STAGED_PIECE)
     if pieces:
         assert incoming.buffer.vectors[0].data_ptr() != place, (
             "the base is still the boundary, so others may acquire it"
@@ -145,7 +147,7 @@ def test_a_reader_that_finishes_during_receiving_frees_a_buffer() -> None:
     reader = arena.snapshot()
     incoming = Incoming(arena, arena.snapshot())
     step(arena)
-    done = receive(model, incoming, 0, STAGED)
+    done = receive(model, incoming, 0, STAGED_PIECE)
     assert all(torch.equal(one, two) for one, two in zip(reader.vectors, base, strict=True))
     place = reader.vectors[0].data_ptr()
     reader.release()
@@ -166,7 +168,7 @@ def test_memory_stays_at_the_model_two_boundaries_and_one_buffer() -> None:
         if reader is None:
             reader = arena.snapshot()
         step(arena, 0.01)
-        done = receive(model, incoming, 0, 2 * STAGED)
+        done = receive(model, incoming, 0, 2 * STAGED_PIECE)
         step(arena, 0.01)
         receive(model, incoming, done)
         arena.exchanged.commit(incoming.buffer, 0.5)
@@ -252,7 +254,7 @@ def test_handing_out_the_boundary_waits_for_a_buffer_about_to_become_free():
     arena, model = ParameterArena(Net(1)), bytes_of(ParameterArena(Net(2)))
     base = arena.snapshot()
     read, incoming = base.hold(), Incoming(arena, base)
-    done = receive(model, incoming, 0, STAGED)
+    done = receive(model, incoming, 0, STAGED_PIECE)
     step(arena)
     read.release()
     made, given = arena.pool._allocated, threading.Event()
