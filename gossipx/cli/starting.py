@@ -147,7 +147,7 @@ def _resume(run: str, settings: Mapping[str, Any], script: list[str], over_ssh: 
     started = None if world is None else (world.size, world.source)
     resolved, hosts, script = resumed_settings(run, settings, script, started)
     source = source_of(hosts, script, os.environ)
-    return launch(source, resolved, script, resumes=peers_before(resolved), over_ssh=over_ssh).code
+    return launch(source, resolved, script, resumed_size=peers_before(resolved), over_ssh=over_ssh).code
 
 
 NOT_TOGETHER = {

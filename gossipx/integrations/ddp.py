@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from gossipx.errors import UsageError
 from gossipx.integrations.group import GroupStatus, WorldGroup, rank_in_group
-from gossipx.launch.environment import ENV_PEERS, ENV_RESUME, progress
+from gossipx.launch.environment import ENV_PEERS, ENV_RESUME, start_reporting
 from gossipx.launch.loops.join import join as join_alone
 from gossipx.launch.loops.join import rank_and_size, run_directory_of, settings_of
 from gossipx.model import layout
@@ -106,11 +106,11 @@ class PendingJoin:
     config_file: str | Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     framework: str = "torch"
-    defers: bool = False  # as for gossipx.Peer.saved_by
+    defers: bool = False  # whether the framework calls leave_saved() when a signal has asked to stop
     _named: set[str] = field(default_factory=set, init=False)  # directories of which a line was logged
 
     def __post_init__(self) -> None:
-        progress()  # an error may end this process before it joins
+        start_reporting()  # an error may end this process before it joins
         _check_for_groups(self.run)
         # The script may change its directory before it joins.
         self.peers, self.config_file = (
@@ -230,10 +230,11 @@ class GroupPeer:
         rank, size = rank_and_size(joining.run, joining.peers, joining.rank)
         if state is not None:
             check_own(state, rank, size)
+        # Joining replaces the model's values by the initial ones of the run; a resumed peer gets its own back below.
         own = None if state is None else [tensor.detach().clone() for tensor in _tensors(self._module)]
         self._peer = peer = join_alone(
             self._module,
-            None,
+            None,  # the group's optimizers call the group's step(), which calls the peer's
             peers=joining.peers,
             policy=joining.policy,
             rank=rank,
@@ -266,8 +267,8 @@ class GroupPeer:
                 raise
             peer = self._peer
             assert peer is not None
-            entered = peer.mixes > self._mixes
-            status = GroupStatus(peer.rank, peer.size, peer.iteration, entered, asked=peer.asked)
+            weights_follow = peer.mixes > self._mixes
+            status = GroupStatus(peer.rank, peer.size, peer.iteration, weights_follow, asked=peer.asked)
             self._mixes = peer.mixes
         status = self._group.share(status)
         if status.exit_code is not None:
@@ -291,10 +292,11 @@ class GroupPeer:
             return
         status = self._run_on_rank_0(None if self._peer is None else self._peer.step)
         self.iteration, self._asked = status.iteration, status.asked
-        if status.entered:
+        if status.weights_follow:
             self._broadcast_exchanged()
 
     def _broadcast_exchanged(self) -> None:
+        """Broadcast the values that exchanges change, which come first in each section."""
         if self._places is not None:
             self._places.check()
         with torch.no_grad():

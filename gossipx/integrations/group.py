@@ -35,7 +35,7 @@ class GroupStatus(msgspec.Struct, frozen=True):
         rank: the peer's rank in the run.
         size: number of peers in the run.
         iteration: iterations done.
-        entered: whether a received model was mixed since the last status; the weights follow then.
+        weights_follow: whether rank 0 broadcasts its weights next: a received model was mixed since the last status.
         exit_code: the exit code of rank 0, which is ending; None: it continues.
         reason: why it ends; empty if it left normally.
         asked: whether a signal has asked rank 0 to stop.
@@ -44,7 +44,7 @@ class GroupStatus(msgspec.Struct, frozen=True):
     rank: int
     size: int
     iteration: int
-    entered: bool = True
+    weights_follow: bool = True
     exit_code: int | None = None
     reason: str = ""
     asked: bool = False

@@ -29,8 +29,9 @@ ENV_MASTER = "GOSSIPX_MASTER"
 ENV_DEVICE = "GOSSIPX_DEVICE"
 """Device to train on: device= of the hosts file, or --device."""
 ENV_RESUME = "GOSSIPX_RESUME"
-"""Set and not empty: the run resumes from its checkpoints; :data:`ADDED`: and this peer had no part in it."""
+"""Set and not empty: the run resumes from its checkpoints. :data:`ADDED`: so it does, but this peer is new in it."""
 ADDED = "added"
+"""Value of :data:`ENV_RESUME` for a peer that the run did not have before, which has no checkpoint."""
 ENV_RESUME_AT = "GOSSIPX_RESUME_AT"
 """Iteration of the checkpoints to resume from; empty: the newest of each peer."""
 ENV_ADMISSION = "GOSSIPX_ADMISSION"
@@ -45,14 +46,18 @@ ENV_DEBUG = "GOSSIPX_DEBUG"
 """Set and not empty: gossipx's own errors are shown with a traceback."""
 
 
-def progress() -> Progress:
-    """Return the channel to the parent process, if any.
+def start_reporting() -> Progress:
+    """Return the channel to the parent process, if any, and report errors from now on.
 
-    From now on, an error of gossipx that ends this process is reported there, or else printed, in one line.
+    An error of gossipx that ends this process is then reported there, or else printed, in one line.
+
+    Raises:
+        UsageError: the script has started this process, which only imports the script.
     """
     channel = Progress(_pipe(int(os.environ[ENV_PROGRESS])) if ENV_PROGRESS in os.environ else None)
     channel.take_errors(with_traceback=bool(os.environ.get(ENV_DEBUG)))
-    # As multiprocessing itself asks before it starts a process, which this one may not do while it imports the script.
+    # Set while a process that multiprocessing has started imports the script: it asks so itself, to refuse processes
+    # that would start such processes in turn.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
             "a process that the script has started, such as a worker of a DataLoader, imports the script again: put its"

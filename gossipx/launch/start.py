@@ -60,7 +60,7 @@ class Start(Checked):
 
     Attributes:
         directory: the run's directory, already created.
-        resumes: number of peers that the run had, if it resumes from checkpoints; 0: the run is new.
+        resumed_size: number of peers that the run had, if it resumes from checkpoints; 0: the run is new.
         resumes_at: iteration of the checkpoints; None: each from its newest.
         shared: whether other processes on this terminal are peers of the run too.
         reserved: socket that keeps a port free for the peer until it is closed.
@@ -68,7 +68,7 @@ class Start(Checked):
     """
 
     directory: Directory
-    resumes: int = 0
+    resumed_size: int = 0
     resumes_at: int | None = None
     shared: bool = False
     reserved: socket.socket | None = None
@@ -91,7 +91,7 @@ class Start(Checked):
 
     def environment(self, rank: int, again: bool) -> dict[str, str]:
         """Return the environment of a peer's process; ``again``: it was started before, and resumes."""
-        is_added = bool(self.resumes) and rank >= self.resumes and not again
+        is_added = bool(self.resumed_size) and rank >= self.resumed_size and not again
         return {
             "OMP_NUM_THREADS": str(self.settings.run.threads),
             **os.environ,
@@ -100,7 +100,7 @@ class Start(Checked):
             ENV_PEERS: str((self.directory.path / HOSTS_FILE).resolve()),
             ENV_RANK: str(rank),
             ENV_DEVICE: self.peers[rank].device or self.settings.run.device,
-            ENV_RESUME: ADDED if is_added else "1" if self.resumes or again else "",
+            ENV_RESUME: ADDED if is_added else "1" if self.resumed_size or again else "",
             ENV_RESUME_AT: "" if self.resumes_at is None or again else str(self.resumes_at),
             **(self.joins or {}),
         }
@@ -113,26 +113,26 @@ class HostsFile:
     hosts: Path
     launcher: ClassVar[str] = ""
 
-    def start(self, given: RunConfig, script: list[str], resumes: int) -> Start:
+    def start(self, given: RunConfig, script: list[str], resumed_size: int) -> Start:
         """Return the start of this machine's peers; see :data:`gossipx.launch.world.source.PeerSource`."""
         checked = check(given, self.hosts, script)
         settings, at = checked.settings, None
-        if resumes:
+        if resumed_size:
             from gossipx.launch.directory import resume  # imports torch, to read checkpoints
 
             names = [peer.name for peer in checked.peers]
-            at, settings = resume.check(settings, names, checked.here, bool(script), resumes)
-            resume.tell_other_size(settings, names, resumes)
-        directory = RunDirectory(settings, self.hosts.read_bytes(), script, bool(resumes))
+            at, settings = resume.check(settings, names, checked.here, bool(script), resumed_size)
+            resume.tell_other_size(settings, names, resumed_size)
+        directory = RunDirectory(settings, self.hosts.read_bytes(), script, bool(resumed_size))
         given_to = vars(checked) | {"settings": settings}
-        return Start(**given_to, directory=directory, resumes=resumes, resumes_at=at)
+        return Start(**given_to, directory=directory, resumed_size=resumed_size, resumes_at=at)
 
 
 def check(given: RunConfig, hosts: Path, script: list[str]) -> Checked:
     """Check settings, hosts file and script; nothing is started or written.
 
     Args:
-        given: settings, presets not yet filled in.
+        given: settings; :mod:`gossipx.assembly.presets` fills in the others.
         hosts: the hosts file.
         script: a user's script and its arguments; empty: the built-in task.
 

@@ -178,7 +178,7 @@ def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatc
 def test_a_launcher_in_between_does_not_part_a_peer_from_its_run() -> None:
     """torchrun closes the pipe in the processes that it starts."""
     reading, writing = os.pipe()
-    peer = "from gossipx.launch.environment import progress; progress().tell(state='train')"
+    peer = "from gossipx.launch.environment import start_reporting; start_reporting().tell(state='train')"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {peer!r}], check=True)"
     environment = {**os.environ, ENV_PROGRESS: str(writing)}
     subprocess.run([sys.executable, "-c", launcher], pass_fds=(writing,), env=environment, check=True, timeout=60)

@@ -94,7 +94,7 @@ def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
     with monkeypatch.context() as patched, pytest.raises((Killed, OSError, UsageError)):
         patched.setattr(*((processes._Processes, "go") if method == "go" else (Path, method)), cut)
         if isinstance(error, Killed):
-            patched.setattr(RunDirectory, "give_up", RunDirectory.release)  # a killed process only loses its lock
+            patched.setattr(RunDirectory, "revert", RunDirectory.release)  # a killed process only loses its lock
         run("finish()", seed=2, overwrite=True)
     assert run("sys.exit(1)", seed=3, overwrite=True) == 1
     assert content(mine) == before

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gossipx.cli.output import print_tables
 from gossipx.errors import UsageError
-from gossipx.launch.environment import ENV_PROGRESS, progress
+from gossipx.launch.environment import ENV_PROGRESS, start_reporting
 from gossipx.launch.run import display as progress_module
 from gossipx.launch.run.display import Display, PeerStatus
 
@@ -118,7 +118,7 @@ def test_plain_lines_of_progress_are_not_more_than_one_can_read(capsys: pytest.C
 def test_without_a_parent_progress_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_PROGRESS, raising=False)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored after the test
-    told = progress()
+    told = start_reporting()
     told.tell(state="train")
     assert not told.due
 
@@ -128,7 +128,7 @@ def test_a_process_reports_to_its_parent_on_the_given_pipe(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setenv(ENV_PROGRESS, str(writing))
     try:
-        told = progress()
+        told = start_reporting()
         assert told.due
         told.tell(state="train", step=1)
         error = UsageError("no such thing", "hosts.txt", 3)

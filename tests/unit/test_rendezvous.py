@@ -243,7 +243,7 @@ def test_settings_that_differ_are_named_and_settings_of_a_machine_may_differ(wor
     def act(rank: int) -> Any:
         given = files.resolve({"name": "x", "advertise": f"host-{rank}", "policy": "tau:5" if rank < 2 else "tau:6"})
         with barrier(world, rank) as meeting:
-            agreed = multi_process._one_run(meeting, given, has_script=False, resumes=0)
+            agreed = multi_process._one_run(meeting, given, has_script=False, resumed_size=0)
             if rank < 2:
                 meeting.get("never")  # the third rank aborts it
             return agreed
@@ -255,7 +255,7 @@ def test_settings_that_differ_are_named_and_settings_of_a_machine_may_differ(wor
 
 def starts_one(world: LaunchWorld, rank: int, folder: Path, **settings: Any) -> Any:
     given = files.resolve({"logdir": str(folder), "iterations": 5, **settings})
-    return multi_process.from_world(given, replace(world, rank=rank), None, [], resumes=0)
+    return multi_process.from_world(given, replace(world, rank=rank), None, [], resumed_size=0)
 
 
 def starts(world: LaunchWorld, folders: Sequence[Path], **settings: Any) -> list[Any]:
@@ -296,11 +296,11 @@ def test_a_later_attempt_continues_the_run_of_its_job(world: LaunchWorld, tmp_pa
     starts(world, folders, **given)
     checkpoint(tmp_path / (name or "tau"), 1, "")
     again = starts(replace(world, attempt=1), folders, overwrite=True, **given)
-    assert {(one.settings.run.name, one.resumes) for one in again} == {(name or "tau", 3)}
+    assert {(one.settings.run.name, one.resumed_size) for one in again} == {(name or "tau", 3)}
     assert [one.environment(one.here[0], False)[ENV_RESUME] for one in again] == ["1"] * 3
     assert store_of(tmp_path / (name or "tau"), 1).find() == 3
     once_more = starts(replace(world, attempt=2), folders, **given)
-    assert {(one.settings.run.name, one.resumes) for one in once_more} == {(name or "tau", 3)}
+    assert {(one.settings.run.name, one.resumed_size) for one in once_more} == {(name or "tau", 3)}
 
 
 @pytest.mark.fault(74)
@@ -310,7 +310,7 @@ def test_a_later_attempt_without_a_checkpoint_begins_its_run_anew(
     """Under the same name."""
     starts(world, [tmp_path] * 3)
     again = starts(replace(world, attempt=1), [tmp_path] * 3)
-    assert {(one.settings.run.name, one.resumes) for one in again} == {("tau", 0)}
+    assert {(one.settings.run.name, one.resumed_size) for one in again} == {("tau", 0)}
     assert [entry.name for entry in tmp_path.iterdir()] == ["tau"]
     told = (
         "attempt 1 of this srun job: run tau is of an earlier one; without a checkpoint (--checkpoint-every) this one"
@@ -324,7 +324,7 @@ def test_a_later_attempt_continues_no_run_of_another_job(world: LaunchWorld, tmp
     starts(world, [tmp_path] * 3)
     checkpoint(tmp_path / "tau", 0, "")
     other = replace(world, job="other", attempt=1)
-    assert {(one.settings.run.name, one.resumes) for one in starts(other, [tmp_path] * 3)} == {("tau-2", 0)}
+    assert {(one.settings.run.name, one.resumed_size) for one in starts(other, [tmp_path] * 3)} == {("tau-2", 0)}
     refused = starts(other, [tmp_path] * 3, name="tau")
     assert "already exists" in str(refused[0]) and store_of(tmp_path / "tau", 0).find() == 3
 
@@ -400,7 +400,7 @@ def test_a_given_list_has_precedence(world: LaunchWorld, tmp_path: Path) -> None
 
     def act(rank: int) -> Any:
         mine = replace(world, rank=rank, size=2, master=None)
-        return multi_process.from_world(given, mine, hosts, [], resumes=0)
+        return multi_process.from_world(given, mine, hosts, [], resumed_size=0)
 
     made = each(world, range(2), act)
     assert [[peer.name for peer in one.peers] for one in made] == [["one", "other"]] * 2
@@ -408,7 +408,7 @@ def test_a_given_list_has_precedence(world: LaunchWorld, tmp_path: Path) -> None
     for one in made:
         one.directory.release()
     with pytest.raises(UsageError, match=r"hosts\.txt: names 2 peers, but srun started 3 processes"):
-        multi_process.from_world(given, world, hosts, [], resumes=0)
+        multi_process.from_world(given, world, hosts, [], resumed_size=0)
 
 
 def test_the_rank_that_creates_the_directory() -> None:
@@ -425,7 +425,7 @@ def test_a_name_that_leads_elsewhere_is_not_followed(world: LaunchWorld, tmp_pat
                 own = {**multi_process._common(files.resolve({})), "a script": False}
                 meeting.publish("run", {"settings": own, "name": "../../etc", "token": "x"})
                 return meeting.get("never", 1)
-            return multi_process._one_run(meeting, files.resolve({}), has_script=False, resumes=0)
+            return multi_process._one_run(meeting, files.resolve({}), has_script=False, resumed_size=0)
 
     assert "--name '../../etc'" in str(each(world, range(2), act)[1])
 
@@ -439,7 +439,7 @@ def test_processes_on_different_machines_record_their_own_settings(world: Launch
     assert files.resolve(files.load(shared.config)).exchange.advertise == "elsewhere"
     assert SharedDirectory(made.path, None, 1, settings).config == made.path / "config.toml"
     assert not (made.path / "config-01.toml").exists()
-    shared.give_up()
+    shared.revert()
     assert made.path.is_dir(), "others may train in it"
     made.release()
 

@@ -136,7 +136,7 @@ class Directory:
     def keep(self) -> None:
         """Keep the directory, as the run trains."""
 
-    def give_up(self) -> None:
+    def revert(self) -> None:
         """Undo everything, as nothing was trained."""
 
     def release(self) -> None:
@@ -150,7 +150,7 @@ class Directory:
 
 class RunDirectory(Directory):
     """A run's directory, created before any peer starts; then call :meth:`keep` once the run trains, or
-    :meth:`give_up`.
+    :meth:`revert`.
 
     While a run ``runs/name`` replaces another one, the old run is kept whole in ``runs/.name.replaced``. It is moved
     there and back by a single rename, so that a process that is killed at any time leaves it whole; the next run with
@@ -179,7 +179,7 @@ class RunDirectory(Directory):
         self._created = False
         self._previous: dict[Path, bytes | None] = {}  # files of a resumed run before this start; None: absent
         with contextlib.ExitStack() as undo:
-            undo.callback(self.give_up)
+            undo.callback(self.revert)
             try:
                 if resumes:
                     self._acquire_lock()
@@ -235,7 +235,7 @@ class RunDirectory(Directory):
                 "%s: the replaced run cannot be removed (%s): remove it by hand", self._replaced, error.strerror
             )
 
-    def give_up(self) -> None:
+    def revert(self) -> None:
         """Undo everything, as nothing was trained: free the name, or restore the run to replace or resume."""
         with contextlib.suppress(OSError):  # if it fails, the next run with this name moves the old run back
             if self._created:

@@ -40,7 +40,7 @@ class NewcomerDirectory(Directory):
         self.summary: Summary | None = None
         self._is_new = False  # whether nothing of a peer of this rank was there before
         with contextlib.ExitStack() as undo:
-            undo.callback(lambda: self.give_up())
+            undo.callback(lambda: self.revert())
             self.path = self.config = self.admission = logdir  # until the name of the run is known
             self._created: list[Path] = []
             try:
@@ -88,7 +88,7 @@ class NewcomerDirectory(Directory):
         """Keep the files, as the newcomer trains."""
         self._created.clear()
 
-    def give_up(self) -> None:
+    def revert(self) -> None:
         """Remove the files, as nothing was trained."""
         for file in self._created:
             with contextlib.suppress(OSError):

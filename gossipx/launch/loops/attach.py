@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gossipx.errors import UsageError
-from gossipx.launch.environment import progress
+from gossipx.launch.environment import start_reporting
 from gossipx.launch.loops.initialize import OptimizerOf
 from gossipx.launch.loops.join import join, settings_of
 from gossipx.policies import Observation, Policy
@@ -199,7 +199,7 @@ def get_solver(path: str | Path, *, net: nn.Module, loss: Objective, train: Iter
     Raises:
         UsageError: as :class:`gossipx.Solver`; or the file cannot be read (names line and column).
     """
-    progress()  # errors from here on are reported in one line
+    start_reporting()  # errors from here on are reported in one line
     return Solver(prototxt.read_solver(Path(path)), net=net, loss=loss, train=train, **options)
 
 
@@ -235,7 +235,7 @@ def attach(
             pycaffe's.
         GossipxError: as :func:`gossipx.join`.
     """
-    progress()  # errors from here on are reported in one line
+    start_reporting()  # errors from here on are reported in one line
     run = settings_of(config_file, settings)
     served = isinstance(run.mode, Server)
     options = {"peers": peers, "policy": policy, "rank": rank, "config_file": config_file, **settings}

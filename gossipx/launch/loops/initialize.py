@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gossipx.assembly.server import Parts
 from gossipx.errors import UsageError
-from gossipx.launch.environment import progress
+from gossipx.launch.environment import start_reporting
 from gossipx.launch.loops.join import join, settings_of
 from gossipx.runtime.training.peer import Peer
 from gossipx.settings.modes import Server
@@ -242,7 +242,7 @@ def initialize(
     Raises:
         UsageError: settings are invalid, or the run has no parameter server.
     """
-    progress()  # errors from here on are reported in one line
+    start_reporting()  # errors from here on are reported in one line
     settings.setdefault("mode", "server")
     run = settings_of(config_file, settings)
     if not isinstance(run.mode, Server):

@@ -29,7 +29,7 @@ from gossipx.launch.environment import (
     ENV_RANK,
     ENV_RESUME,
     ENV_RESUME_AT,
-    progress,
+    start_reporting,
 )
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest, read_hosts
 from gossipx.launch.world.attempts import joins_again
@@ -101,7 +101,7 @@ def join(
             parameter cannot be joined (names it), or the peers' models differ (names the first tensor that does).
         GossipxError: no peer sent an initial model, the port is in use, or the processes did not find each other.
     """
-    channel = progress()
+    channel = start_reporting()
     optimizers = Optimizers(model, optimizer)
     under_run = ENV_CONFIG in os.environ
     # Before the peer is built, which changes a model that may belong to another peer.

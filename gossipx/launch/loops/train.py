@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
+from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, start_reporting
 from gossipx.launch.loops.join import join
 from gossipx.launch.run.display import LOADING_DATA
 from gossipx.optimizers import LARS
@@ -38,7 +38,7 @@ PER_SECOND = 1000
 
 def main() -> None:
     """Train one peer, as defined by environment variables (see :mod:`gossipx.launch.loops.join`)."""
-    progress().tell(state=LOADING_DATA)
+    start_reporting().tell(state=LOADING_DATA)
     run = files.resolve(files.load(Path(os.environ[ENV_CONFIG])))
     try:
         train(run, int(os.environ[ENV_RANK]))

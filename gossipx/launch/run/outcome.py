@@ -119,7 +119,7 @@ class RunOutcome:
         curves = None
         if not start.shared and start.joins is None and "tensorboard" in recorders:
             directory, size = start.directory.path, len(start.peers)
-            curves = Aggregate(directory, lambda: self._settings.hyperparameters(size), bool(start.resumes))
+            curves = Aggregate(directory, lambda: self._settings.hyperparameters(size), bool(start.resumed_size))
         self.curves = RunCurves(curves, here.statuses)
 
     @property

@@ -36,7 +36,7 @@ def launch(
     source: PeerSource,
     given: RunConfig,
     script: list[str],
-    resumes: int = 0,
+    resumed_size: int = 0,
     spawn: Spawn = subprocess.Popen,
     over_ssh: Command | None = None,
 ) -> RunEnd:
@@ -44,9 +44,9 @@ def launch(
 
     Args:
         source: where the peers come from.
-        given: settings, presets not yet filled in.
+        given: settings; :mod:`gossipx.assembly.presets` fills in the others.
         script: a user's script and its arguments; empty: the built-in task.
-        resumes: number of peers that the run of that name had, which resumes from its checkpoints (see
+        resumed_size: number of peers that the run of that name had, which resumes from its checkpoints (see
             :mod:`gossipx.launch.directory.resume`); 0: the run is new.
         spawn: starts the process of a peer; called like :class:`subprocess.Popen`.
         over_ssh: this command, to be started on the other hosts too; None: it is not.
@@ -62,7 +62,7 @@ def launch(
     """
     if source.launcher and over_ssh is not None:
         raise UsageError("--ssh starts the lines of a hosts file; here a launcher has started the processes: omit it")
-    return follow(source.start(given, script, resumes), script, spawn, over_ssh)
+    return follow(source.start(given, script, resumed_size), script, spawn, over_ssh)
 
 
 def follow(start: Start, script: list[str], spawn: Spawn, over_ssh: Command | None = None) -> RunEnd:
@@ -71,7 +71,7 @@ def follow(start: Start, script: list[str], spawn: Spawn, over_ssh: Command | No
         try:
             remote = {} if over_ssh is None else over_ssh.on_others(start)
         except UsageError:
-            start.directory.give_up()
+            start.directory.revert()
             raise
         return _Processes(start, script, spawn, remote).go()
     finally:
@@ -83,7 +83,7 @@ class _Processes:
 
     def __init__(self, start: Start, script: list[str], spawn: Spawn, remote: Mapping[str, Sequence[str]]) -> None:
         settings, self._plan, self._script, self._spawn = start.settings, start, script, spawn
-        # A script sets its own number of iterations.
+        # 0: unknown. A script sets its own number of iterations, and with --seconds alone it is as high as can be.
         length = 0 if script or settings.run.iterations == MOST_ITERATIONS else settings.run.iterations
         self._statuses = {rank: PeerStatus(start.peers[rank].name, iterations=length) for rank in start.here}
         for status in self._statuses.values():
@@ -114,7 +114,7 @@ class _Processes:
                         child.process.wait()
                     self._remote.end()
                     if not self._outcome.trained:
-                        self._plan.directory.give_up()
+                        self._plan.directory.revert()
             code = self._outcome.conclude(max(self._remote.codes.values(), default=0))
             return RunEnd(code, self._stopping.by_signal)
 
@@ -161,7 +161,7 @@ class _Processes:
             self._read(selector, POLL_INTERVAL)
             ended = [rank for rank, child in running.items() if child.process.poll() is not None]
             if ended:
-                self._read(selector, 0)  # what other peers told before that, such as having met a restarted one
+                self._read(selector, 0)  # all that peers have told before that, such as which others were started again
             for rank in ended:
                 child = running.pop(rank)
                 child.drain(selector)
@@ -174,7 +174,7 @@ class _Processes:
     def _read(self, selector: selectors.BaseSelector, seconds: float) -> None:
         """Read what has arrived, or arrives within ``seconds``."""
         for key, _ in selector.select(seconds):
-            if key.fd in selector.get_map():
+            if key.fd in selector.get_map():  # else a call before this one has closed it
                 key.data()
 
     def _input(self, selector: selectors.BaseSelector) -> None:
@@ -190,10 +190,13 @@ class _Processes:
         if self._stopping.code is not None:
             self._remote.stop()
         elif not waits_for_own and self._remote.running:
-            self._remote.remind(time.monotonic(), self._plan.settings.exchange.peer_timeout)
+            self._remote.remind(time.monotonic(), every=self._plan.settings.exchange.peer_timeout)
 
     def _restart(self, running: dict[int, Child], selector: selectors.BaseSelector) -> None:
-        """Start peers again that have died, or that somebody has asked to restart."""
+        """Start peers again that have died, or that somebody has asked to restart.
+
+        One that was started again, but has nobody to train with as all others have ended meanwhile, is killed.
+        """
         if self._stopping.code is not None:
             self._restarts.give_up()
             return

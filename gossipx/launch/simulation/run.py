@@ -136,7 +136,7 @@ class _Simulation:
         except GossipxError as error:
             given_up = error
         if all(peer.trained[0] is None for peer in self._world.peers.values()):
-            self._directory.give_up()
+            self._directory.revert()
             if given_up is not None:
                 raise given_up
             print("stopped before the training began" if interrupted else "no peer trained", file=sys.stderr)

@@ -35,12 +35,12 @@ from gossipx.specs import texts
 log = logging.getLogger("gossipx")
 
 
-def from_world(given: RunConfig, world: LaunchWorld, hosts: Path | None, script: list[str], resumes: int) -> Start:
+def from_world(given: RunConfig, world: LaunchWorld, hosts: Path | None, script: list[str], resumed_size: int) -> Start:
     """Return the start of this process's peer.
 
     Args:
         hosts: hosts file with all peers; None: the processes publish their addresses at the rendezvous.
-        resumes: as in :class:`gossipx.launch.start.Start`.
+        resumed_size: as in :class:`gossipx.launch.start.Start`.
 
     Raises:
         UsageError: settings, hosts file or script are invalid, the name is in use, or the ranks' settings differ.
@@ -51,7 +51,7 @@ def from_world(given: RunConfig, world: LaunchWorld, hosts: Path | None, script:
     with contextlib.ExitStack() as undo:
         # Checks run inside the rendezvous, so that an error here aborts the other ranks instead of letting them wait.
         with Rendezvous(world, given.exchange.rendezvous_timeout) as meeting:
-            start = _agree(meeting, given, listed, hosts, script, resumes, undo)
+            start = _agree(meeting, given, listed, hosts, script, resumed_size, undo)
         undo.pop_all()
     if start is None:
         raise SystemExit(0)
@@ -64,7 +64,7 @@ def _agree(
     listed: list[PeerLine] | None,
     hosts: Path | None,
     script: list[str],
-    resumes: int,
+    resumed_size: int,
     undo: contextlib.ExitStack,
 ) -> Start | None:
     """Agree with all ranks on the run; None: an earlier attempt of this job has completed it."""
@@ -74,9 +74,9 @@ def _agree(
     if listed is None:
         process_list.check_reach(world, settings.exchange)
     device = _device(settings.run.device, world)
-    settings, first = _one_run(meeting, settings, bool(script), resumes)
+    settings, first = _one_run(meeting, settings, bool(script), resumed_size)
     if first["earlier"] is not None:
-        settings, resumes, completed = attempts.continued(meeting, settings, first["earlier"])
+        settings, resumed_size, completed = attempts.continued(meeting, settings, first["earlier"])
         if completed:
             return None
     reserved = None
@@ -90,13 +90,13 @@ def _agree(
     notice = check_here(settings, [peers[world.rank]], script, hosts)
     names, visible = [peer.name for peer in peers], _visible_ranks(settings, world)
     at = None
-    if resumes:
-        resume.check_same_size(settings, resumes, world.size, f"{world.source} started", None)
-        at, settings = resume.check(settings, names, visible, bool(script), resumes)
+    if resumed_size:
+        resume.check_same_size(settings, resumed_size, world.size, f"{world.source} started", None)
+        at, settings = resume.check(settings, names, visible, bool(script), resumed_size)
         if world.rank == 0:
-            resume.tell_other_size(settings, names, resumes)
+            resume.tell_other_size(settings, names, resumed_size)
     content = f"{text.rstrip()}\n# {world.source}, {first['token']}, {meeting.mark}\n".encode()
-    directory = _share(meeting, settings, content, script, bool(resumes), undo)
+    directory = _share(meeting, settings, content, script, bool(resumed_size), undo)
     directory.begin()
     return Start(
         settings=settings,
@@ -104,7 +104,7 @@ def _agree(
         here=[world.rank],
         notice=notice,
         directory=directory,
-        resumes=resumes,
+        resumed_size=resumed_size,
         resumes_at=at,
         shared=True,
         reserved=reserved,
@@ -131,7 +131,7 @@ def _device(name: str, world: LaunchWorld) -> str | None:
 
 
 def _one_run(
-    meeting: Rendezvous, settings: RunConfig, has_script: bool, resumes: int
+    meeting: Rendezvous, settings: RunConfig, has_script: bool, resumed_size: int
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Return the settings with rank 0's name for the run, and what rank 0 publishes; compare the settings.
 
@@ -141,7 +141,7 @@ def _one_run(
     rank = meeting.world.rank
     own = {**_common(settings), "a script": has_script}
     if rank == 0:
-        earlier = None if resumes else attempts.earlier_run(meeting, settings)
+        earlier = None if resumed_size else attempts.earlier_run(meeting, settings)
         name = with_name(settings).run.name if earlier is None else earlier["name"]
         meeting.publish("run", {"settings": own, "name": name, "token": secrets.token_hex(8), "earlier": earlier})
     first = meeting.get("run")
@@ -191,7 +191,7 @@ def _share(
 
     def create() -> RunDirectory:
         directory = RunDirectory(settings, hosts, script, resumes)
-        undo.callback(directory.give_up)
+        undo.callback(directory.revert)
         return directory
 
     def sees() -> bool:

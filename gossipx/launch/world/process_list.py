@@ -56,7 +56,7 @@ def check_reach(world: LaunchWorld, exchange: ExchangeSettings) -> None:
             f"{world.source} starts peers on several machines, but they listen on loopback only: give --bind 0.0.0.0"
             " (or one address), and --secret-file FILE or --tls-cert, --tls-key and --tls-ca"
         )
-    grant(exchange, exchange.bind)
+    grant(exchange, exchange.bind)  # only for its refusals
 
 
 def agree(meeting: Rendezvous, exchange: ExchangeSettings, device: str | None = None) -> tuple[str, socket.socket]:
@@ -76,7 +76,7 @@ def agree(meeting: Rendezvous, exchange: ExchangeSettings, device: str | None = 
     if world.size == 1:
         log.warning("%s started one process: this is a run of one peer, without any exchange", world.source)
     reserved = reserve(exchange.bind)
-    own = LOOPBACK if world.one_host else meeting.own
+    own = LOOPBACK if world.one_host else meeting.own_host
     given = exchange.advertise or only_address(exchange.bind)
     host = (given or own).strip("[]")
     hostname = re.sub(r"[^\w.-]", "-", socket.gethostname().partition(".")[0])[:64] or "host"

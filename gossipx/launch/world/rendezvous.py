@@ -63,7 +63,7 @@ class Rendezvous:
     An exception that leaves the block aborts the rendezvous: every other rank raises it as a RemoteAbortError.
 
     Attributes:
-        own: address of this machine on the connection to rank 0.
+        own_host: address of this machine on the connection to rank 0.
         reached: address of rank 0 on that connection.
         mark: identifies this rendezvous in all attempts of the job; empty: nothing does.
 
@@ -82,7 +82,7 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout
         self._place = f"{world.master}:{world.port}"
         self._hosts_store = world.size > 1 and not world.hosted and world.rank == 0
-        self.own = self.reached = "127.0.0.1"
+        self.own_host = self.reached = "127.0.0.1"
         number, token = next(_joins), secrets.token_hex(8)
         self._store: Store | None = self._open(f"gossipx/{world.run}/{number}/")
         self.mark = f"{world.job}/{number}" if world.source == "srun" else ""
@@ -251,7 +251,7 @@ class Rendezvous:
             return TCPStore(host, port, None, serves, longest, False, master_listen_fd=listening, use_libuv=False)
 
         served = store(_listen(world).detach()) if self._hosts_store else None
-        self.own, self.reached = self._reach(host, port)
+        self.own_host, self.reached = self._reach(host, port)
         otherwise = (
             f"{self._place} is not a torch store: another program listens there, or another version of torch; give"
             f" another port, {_how_to_set_port(world)}"

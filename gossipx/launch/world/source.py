@@ -31,13 +31,13 @@ class Launched:
         """Launcher or variables that define the processes, for messages."""
         return self.world.source
 
-    def start(self, given: RunConfig, script: list[str], resumes: int) -> Start:
+    def start(self, given: RunConfig, script: list[str], resumed_size: int) -> Start:
         """Return the start of this process's peer.
 
         Args:
-            given: settings, presets not yet filled in.
+            given: settings; :mod:`gossipx.assembly.presets` fills in the others.
             script: a user's script and its arguments; empty: the built-in task.
-            resumes: as in :class:`gossipx.launch.start.Start`.
+            resumed_size: as in :class:`gossipx.launch.start.Start`.
 
         Raises:
             UsageError: settings, hosts file or script are invalid, or the name is in use.
@@ -45,7 +45,7 @@ class Launched:
         """
         from gossipx.launch.world.multi_process import from_world  # imports torch, for its TCPStore
 
-        return from_world(given, self.world, self.hosts, script, resumes)
+        return from_world(given, self.world, self.hosts, script, resumed_size)
 
 
 PeerSource: TypeAlias = HostsFile | Launched
