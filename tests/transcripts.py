@@ -21,7 +21,7 @@ from gossipx.protocol.effects import (
     Merge,
     Mix,
     ReportEntry,
-    ReportSwitch,
+    ReportOutcome,
     Send,
     Stop,
 )
@@ -123,7 +123,7 @@ class Transcript:
                 self._actions[ticket] = f"adopts the model of {self._senders[ticket]}"
             case Stop(reason):
                 return f"must stop: {reason}"
-            case ReportSwitch(_, problem):
+            case ReportOutcome(_, problem):
                 return problem or "has switched the sync model"
             case ReportEntry():
                 self.entries.append(what)

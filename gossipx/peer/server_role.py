@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gossipx.protocol.effects import Effect, ReportSwitch
+from gossipx.protocol.effects import Effect, ReportOutcome
 from gossipx.protocol.events import ChangeServers, Event, Merged, Received, SwitchSync
 
 
@@ -83,7 +83,7 @@ class ServerRole:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Handle an event that only a parameter server knows: about gradients, tables, sync models or servers."""
-        return [ReportSwitch(event.number, NO_SERVER)] if isinstance(event, SwitchSync | ChangeServers) else []
+        return [ReportOutcome(event.number, NO_SERVER)] if isinstance(event, SwitchSync | ChangeServers) else []
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ Forget         the part that allocated the ticket                           rele
 MoveReference  peer/pushes, once a push is settled                          measures drift from that model
 AddPeer        peer/newcomers, for a peer that joined                       can exchange messages with it
 ReportEntry    peer/newcomers                                               replies to the process that asked
-ReportSwitch   peer/server_role; server: switching, coordinator             informs the user
+ReportOutcome  peer/server_role; server: switching, coordinator             informs the user
 SetTimer       any part that waits                                          reports TimerFired
 Wait, Resume   peer: role, stages, joining, training; any part of a         blocks and releases the training thread
                blocking exchange; server: mode, hosted_shards, migration
@@ -191,7 +191,7 @@ class MoveReference(Effect, frozen=True):
     ticket: int
 
 
-class ReportSwitch(Effect, frozen=True):
+class ReportOutcome(Effect, frozen=True):
     """Report to the user the outcome of a SwitchSync or ChangeServers.
 
     Attributes:

@@ -106,7 +106,7 @@ class GradientsReady(Event, frozen=True):
 
 
 class SwitchSync(Event, frozen=True):
-    """A user or a program requests that shards switch to another sync model; ReportSwitch follows.
+    """A user or a program requests that shards switch to another sync model; ReportOutcome follows.
 
     Attributes:
         number: identifies the request; allocated by the driver.
@@ -124,7 +124,7 @@ class SwitchSync(Event, frozen=True):
 
 
 class ChangeServers(Event, frozen=True):
-    """A user or a program requests that other peers host the shards; ReportSwitch follows.
+    """A user or a program requests that other peers host the shards; ReportOutcome follows.
 
     Attributes:
         number: identifies the request; allocated by the driver.

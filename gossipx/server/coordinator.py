@@ -17,7 +17,7 @@ from functools import partial
 
 from gossipx.errors import UsageError
 from gossipx.peer.exchange import PeerContext
-from gossipx.protocol.effects import Answer, Effect, Forget, Note, ReportSwitch
+from gossipx.protocol.effects import Answer, Effect, Forget, Note, ReportOutcome
 from gossipx.protocol.events import ChangeServers, Received
 from gossipx.protocol.messages import BusyReply, NotReadyReply, Reply, Stage
 from gossipx.protocol.server_messages import PauseRequest, PlaceRequest, PrepareRequest, ServersRequest
@@ -138,7 +138,7 @@ class Coordinator:
 
     def _outcome(self, number: int, problem: str) -> list[Effect]:
         if number != LEAVING:
-            return [ReportSwitch(number, problem)]
+            return [ReportOutcome(number, problem)]
         return [Note("", f"this peer leaves without handing over its shards: {problem}")] if problem else []
 
     def _problem_with(self, servers: tuple[int, ...], size: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gossipx.errors import UsageError
 from gossipx.peer.exchange import PeerContext
-from gossipx.protocol.effects import Answer, Effect, Forget, ReportSwitch
+from gossipx.protocol.effects import Answer, Effect, Forget, ReportOutcome
 from gossipx.protocol.events import Received, SwitchSync
 from gossipx.protocol.messages import NotReadyReply, Reply
 from gossipx.protocol.server_messages import SwitchRequest
@@ -46,7 +46,7 @@ class SyncModelSwitch:
         count = len(self.migration.layout.servers)
         wanted = range(count) if event.shard is None else [event.shard]
         if not all(shard < count for shard in wanted):
-            return [ReportSwitch(event.number, f"unknown shard: shards are 0 to {count - 1}")]
+            return [ReportOutcome(event.number, f"unknown shard: shards are 0 to {count - 1}")]
         effects: list[Effect] = []
         self._problems[event.number] = ""
         for index in wanted:
@@ -90,4 +90,4 @@ class SyncModelSwitch:
         return [Forget(ticket), *self._done(number)]
 
     def _done(self, number: int) -> list[Effect]:
-        return [] if number in self._open.values() else [ReportSwitch(number, self._problems.pop(number))]
+        return [] if number in self._open.values() else [ReportOutcome(number, self._problems.pop(number))]

@@ -15,7 +15,7 @@ from gossipx.model.pool import Snapshot
 from gossipx.model.receive import digest
 from gossipx.peer import PeerRole
 from gossipx.protocol import events
-from gossipx.protocol.effects import Effect, ReportEntry, ReportSwitch
+from gossipx.protocol.effects import Effect, ReportEntry, ReportOutcome
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Reply, Request
 from gossipx.protocol.server_messages import CarryingReply, CarryingRequest
@@ -57,7 +57,7 @@ class SimDriver(Driver):
 
     def _carry_out(self, effect: Effect, snapshot: Snapshot | None) -> None:
         self.trace(effect)
-        if not isinstance(effect, ReportSwitch | ReportEntry):  # answers to events of the world, which waits for none
+        if not isinstance(effect, ReportOutcome | ReportEntry):  # answers to events of the world, which waits for none
             super()._carry_out(effect, snapshot)
 
 

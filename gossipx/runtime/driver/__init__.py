@@ -37,7 +37,7 @@ from gossipx.protocol.effects import (
     MoveReference,
     Note,
     ReportEntry,
-    ReportSwitch,
+    ReportOutcome,
     Resume,
     Send,
     SetTimer,
@@ -285,7 +285,7 @@ class Driver:
                 self.captures.record_delivery(ticket)
             case Fetched(ticket) if not self.tables.raw_pulls:
                 self.tables.fetched(ticket)
-            case ReportSwitch() | ReportEntry():
+            case ReportOutcome() | ReportEntry():
                 self.commands.answered(effect)
             case SetTimer(name, at):
                 self._timers.set(name, at)

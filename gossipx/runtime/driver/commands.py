@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-from gossipx.protocol.effects import ReportEntry, ReportSwitch
+from gossipx.protocol.effects import ReportEntry, ReportOutcome
 from gossipx.protocol.events import AskEntry, ChangeServers, Event, SwitchSync
 
 
@@ -57,7 +57,7 @@ class Commands:
         """Break the reference cycle with the driver; later requests have no answer."""
         self._handle = lambda event: None
 
-    def answered(self, effect: ReportSwitch | ReportEntry) -> None:
+    def answered(self, effect: ReportOutcome | ReportEntry) -> None:
         """Handle the role's answer."""
         result = effect if isinstance(effect, ReportEntry) else effect.problem
         self._open.pop(effect.number).set_result(result)
