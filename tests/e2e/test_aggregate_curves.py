@@ -46,8 +46,9 @@ def test_a_run_has_aggregate_curves(two: Folder) -> None:
 
 
 @pytest.mark.slow
-def test_the_aggregate_is_over_the_peers_that_train(three: Folder) -> None:
-    check(three.run(*BRIEF, "--hub", "0", "--hub-only"), range(1, 3))
+def test_the_aggregate_is_over_the_peers_that_train(tmp_path: Path) -> None:
+    with folder(tmp_path, 3) as here:
+        check(here.run(*BRIEF, "--hub", "0", "--hub-only"), range(1, 3))
 
 
 @pytest.mark.slow

@@ -342,7 +342,7 @@ def test_the_doctor_says_who_is_behind_nat_and_who_seems_to_be(tmp_path: Path) -
             assert (f"{one} → {three}:29400" in told and "or write 'nat' on its line" in told) == undeclared
             own = "\n".join(f"{verdict['text']}: {verdict['advice']}" for verdict in reports[2] if is_reach(verdict))
             assert ("if 198.18.0.3 is behind NAT, write 'nat' on its line" in own) == undeclared
-            assert (f"{three} is behind NAT: it connects to {one}" in own) != undeclared
+            assert (f"{three} is behind NAT: it connects to other hosts" in own) != undeclared
             assert any(verdict["level"] == "fail" for report in reports for verdict in report) == undeclared
 
 

@@ -264,7 +264,7 @@ def test_a_model_changed_in_transit_is_refused_and_the_next_one_accepted(
     assert a.comm.counts["corrupted"] == 1
     assert b.answered.get(timeout=LONG) is False
     with monkeypatch.context() as patched:
-        patched.setattr(link, "Carried", _kind_of(Carried, noting))
+        patched.setattr(link.wire, "Carried", _kind_of(Carried, noting))
         pulls_well(a)
     assert [len(digest) for digest in digests] == [digits], "a MAC, or a collision-resistant digest"
     assert len(built) == 4, "a new group, with the new connection"

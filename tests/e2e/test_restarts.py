@@ -24,10 +24,14 @@ with peer:
 """A script that trains until a file ``stop`` exists."""
 
 
-def training(here: Folder, *options: str | Path, text: str = LOOP) -> Process:
+def started(here: Folder, *options: str | Path, text: str = LOOP) -> Process:
+    """Return a run of this script."""
+    return here.start_run("--policy", "tau:5", "--peer-timeout", "20", *options, here.script(text), here.path)
+
+
+def training(here: Folder, *options: str | Path) -> Process:
     """Return a run all of whose peers train."""
-    script = here.script(text)
-    run = here.start_run("--policy", "tau:5", "--peer-timeout", "20", *options, script, here.path)
+    run = started(here, *options)
     run.line(".*".join(rf"{name} train \d+" for name in here.names))
     return run
 
@@ -61,7 +65,7 @@ def test_a_script_that_always_fails_is_given_up(two: Folder) -> None:
     failing = LOOP.replace(
         "optimizer.zero_grad()", "optimizer.zero_grad()\n        assert peer.rank == 0 or peer.iteration < 40"
     )
-    run = training(two, "--restart", "2", text=failing)
+    run = started(two, "--restart", "2", text=failing)
     run.line("restart 2 of 2 in 2 s")
     run.line(f"peer {two.names[1]} is lost: exit code 1")
     assert ends(two, run, code=1).lost == [two.names[1]]
