@@ -35,7 +35,8 @@ def test_at_most_two_snapshots_and_one_incoming_model(tmp_path: Path, transport:
 @pytest.mark.slow
 def test_thousands_of_pulls_leave_nothing_behind(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
-        options = ("--policy", "tau:1", "--transport", "tcp", "--blocking")
+        # Records of curves wait for the disk for ten seconds, which here is most of the run.
+        options = ("--policy", "tau:1", "--transport", "tcp", "--blocking", "--recorder", "none")
         run = here.run(*options, SCRIPT, here.path, "100", "2000", "20", "0", fresh=True)
         assert run.summary["retrievals"] == [2_000, 2_000]
         for told in resident_memory.told(here.path, 2):

@@ -40,7 +40,12 @@ LOADED = (
     "torch.utils.tensorboard",
 )
 """Modules that peers import, at once or later."""
-NOT_LOADED = ("gossipx.integrations", "gossipx.__main__", *([] if find_spec("numba") else ["gossipx.codecs.loops"]))
+NEED_EXTRAS = {"gossipx.codecs.loops": "numba", "gossipx.tools.certs": "cryptography"}
+NOT_LOADED = (
+    "gossipx.integrations",
+    "gossipx.__main__",
+    *(name for name in NEED_EXTRAS if not find_spec(NEED_EXTRAS[name])),
+)
 TEST_IMAGES, TEST_WINDOWS = 500, 50
 """Images, or windows of text, on which forked peers evaluate a model; they do that three times at their end."""
 LONGEST = 1 << 20
