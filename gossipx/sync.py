@@ -115,7 +115,7 @@ class SyncManager:
         skipped: number of decisions to pull that had no effect, because an exchange was in flight or no peer was
             available or willing.
         failed: number of exchanges that did not complete, and of waves that met no other peer.
-        accumulated: for the last completed exchange, :attr:`retrievals` with it, and the sum of Δ_t from the request
+        accumulated: for the last completed exchange, ``retrievals`` with it, and the sum of Δ_t from the request
             before it to its own (Figure 3).
     """
 
