@@ -20,7 +20,7 @@ from gossipx.checkpoint import CheckpointError, Store, journal_clocks, journal_p
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import Received
-from gossipx.protocol.table_effects import ApplyGradient, FillTables, KeepShard, Record
+from gossipx.protocol.table_effects import ApplyGradient, FillTables, KeepShard, Record, ShardRecord
 from gossipx.runtime.driver import shards
 from gossipx.runtime.driver.shards import ShardKeeper
 from gossipx.runtime.figures.progress import Progress
@@ -239,6 +239,13 @@ def test_no_record_is_replayed_after_a_gap_in_the_journal(tmp_path: Path, caplog
     assert all(map(torch.equal, known, after.values))
     after.push(EVERY + 1)  # and it continues from there
     assert all(map(torch.equal, after.values, Server(tmp_path).values))
+
+
+def test_a_record_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+    """JSON has no NaN: the restart would have ended at this record, and lost all later pushes."""
+    server = Server(tmp_path)
+    with pytest.raises(ValueError, match="got `null`"):
+        server.keeper.record(ShardRecord(0, 0, 0, (), 0, 0, (), ({"lr": float("nan")},)), None)
 
 
 @pytest.mark.parametrize("words", [b"", b"{}", b'{"shard":0}', b"\xff"])

@@ -170,8 +170,10 @@ class ShardKeeper:
             if shard_journal is None:
                 self.unwritten += record.shard in self._begun  # otherwise no journals are written
                 return
+            words = encoded(record)
+            _read_record(words)  # a figure that JSON lacks, such as NaN, must not become a gap when it is read
             try:
-                shard_journal.append(encoded(record), memoryview(b"") if gradient is None else gradient.view)
+                shard_journal.append(words, memoryview(b"") if gradient is None else gradient.view)
             except OSError as error:
                 self._journals.pop(record.shard).close()
                 self.unwritten += 1
@@ -290,9 +292,12 @@ class ShardKeeper:
         self._journals.clear()
 
 
+_read_record = msgspec.json.Decoder(ShardRecord).decode
+
+
 def _record(words: bytes) -> ShardRecord | None:
     """Return the record that these words describe; None: they have another form."""
     try:
-        return msgspec.json.decode(words, type=ShardRecord)
+        return _read_record(words)
     except msgspec.MsgspecError:
         return None
