@@ -100,47 +100,6 @@ class EFSignSGD(_Signs):
 
 @final
 @dataclass(frozen=True)
-class BlockSign(PerTensor):
-    """``blocksign``: the sign times ‖x‖₁ / n of its block, with error feedback (dist-EF-blockSGD).
-
-    Frame layout per tensor: the block size, a magnitude per block, and one bit per value, 1 for values ≥ 0.
-
-    Attributes:
-        block: number of values that share a magnitude.
-    """
-
-    block: int = 4096
-    number: ClassVar[int] = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.block < 2**32:
-            raise ValueError("block counts values, from 1 on")
-
-    def _most(self, count: int, shape: tuple[int, ...]) -> int:
-        return 4 + 4 * blocks_of(count, self.block) + packing.bits_bytes(count, 1)
-
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
-        blocks = in_blocks(values, self.block)
-        sizes = in_blocks(torch.ones_like(values), self.block).sum(1)
-        magnitudes = (blocks.abs().sum(1, dtype=torch.float64) / sizes).float()
-        if not bool(magnitudes.isfinite().all()):
-            return ()
-        return struct.pack("<I", self.block), magnitudes, packing.pack_bits((values >= 0).to(torch.int64), 1)
-
-    @classmethod
-    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        (block,) = unpack_numbers("<I", data)
-        end = 4 + 4 * blocks_of(count, block)
-        check_size(data, end + packing.bits_bytes(count, 1), count)
-        magnitudes = floats(data[4:end], device)
-        upper = packing.unpack_bits(torch.from_numpy(data[end:].copy()).to(device), count, 1)
-        signs = in_blocks((2 * upper - 1).float(), block)
-        return (signs * magnitudes[:, None]).view(-1)[:count]
-
-
-@final
-@dataclass(frozen=True)
 class QSGD(PerTensor):
     """``qsgd``: |x| / ‖x‖₂ rounded at random to one of the two nearest of s levels: unbiased (QSGD, Eq. 1).
 

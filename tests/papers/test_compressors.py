@@ -155,12 +155,3 @@ def test_torch_packs_as_numpy_does(wide: int) -> None:
         assert torch.equal(packing.pack_bits_on_device(numbers, wide), packed)
         assert torch.equal(packing.unpack_bits(packed, count, wide), numbers)
         assert torch.equal(packing.unpack_bits_on_device(packed, count, wide), numbers)
-
-
-def test_blocksign_keeps_the_mean_magnitude_of_each_block() -> None:
-    """Zheng, Huang and Kwok, 2019: a block is sent as ‖x‖₁ / n · sgn(x), the last one by its own n."""
-    x = normal(10)
-    x[:4] *= 100
-    (made,) = decoded("blocksign:block=4", x)
-    for part, got in zip(x.split(4), made.split(4), strict=True):
-        assert torch.allclose(got, part.abs().mean() * torch.where(part >= 0, 1.0, -1.0))
