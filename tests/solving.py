@@ -34,11 +34,11 @@ def right(output: Tensor, y: Tensor) -> Tensor:
 class Made:
     """A solver with its file in ``folder``, and its log."""
 
-    def __init__(self, folder: Path, text: str = "", **options: Any):
-        (folder / "solver.prototxt").write_text(BASICS + text)
+    def __init__(self, folder: Path, text: str = "", basics: str = BASICS, **options: Any):
+        (folder / "solver.prototxt").write_text(basics + text)
         self.stream = io.StringIO()
-        given = {"net": module(), "loss": nn.functional.cross_entropy, "train": batches(), **options}
-        self.solver: Solver = gossipx.get_solver(folder / "solver.prototxt", stream=self.stream, **given)
+        usual = {"net": module(), "loss": nn.functional.cross_entropy, "train": batches(), "stream": self.stream}
+        self.solver: Solver = gossipx.get_solver(folder / "solver.prototxt", **usual | options)
 
     @property
     def lines(self) -> list[str]:

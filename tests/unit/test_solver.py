@@ -1,8 +1,9 @@
-"""Caffe's solver for a torch module: the order of a step, pycaffe's interface, the log."""
+"""Caffe's solver for a torch module: the order of a step, its rules as Caffe's, pycaffe's interface, the log."""
 
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,10 @@ from torch import Tensor, nn
 import gossipx
 from gossipx.errors import UsageError
 from gossipx.launch.loops.attach import Blobs
+from gossipx.solver.optimizers import TYPES
+from gossipx.solver.prototxt import solver_from_text
+from gossipx.solver.rates import learning_rate
+from gossipx.solver.solver import Solver
 
 # --- a step -------------------------------------------------------------------------------------------
 
@@ -58,23 +63,6 @@ def test_the_order_of_a_step(tmp_path: Path):
         "Snapshotting solver state to safetensors file",
         "Iteration 1, Testing net (#0)",
     ]
-
-
-def test_gradients_are_clipped_as_a_sum_then_divided_and_only_then_decayed(tmp_path: Path):
-    """W ← W − α (clip(Σ∇) / iter_size + λW): another order than Caffe's would give another result."""
-    clip, decay, size = 0.05, 0.3, 3
-    made = Made(tmp_path, f"iter_size: {size}\nclip_gradients: {clip}\nweight_decay: {decay}")
-    twin = module()
-    made.solver.step(1)
-    for x, y in batches()[:size]:
-        nn.functional.cross_entropy(twin(x), y).backward()
-    total = torch.cat([one.grad.reshape(-1) for one in twin.parameters() if one.grad is not None])
-    norm = float(total.norm())
-    assert norm > clip * size  # clipping after the division would do something else
-    start = torch.cat([one.detach().reshape(-1) for one in twin.parameters()])
-    expected = start - 0.1 * (total * (clip / norm) / size + decay * start)
-    torch.testing.assert_close(weights(made.solver), expected)
-    assert re.match(r"Gradient clipping: .* \(L2 norm [\d.]+ > 0.05\) by scale factor 0\.", made.lines[0])
 
 
 def test_batches_restart_and_each_is_used(tmp_path: Path):
@@ -129,6 +117,64 @@ def test_modes_and_gradients_of_passes(tmp_path: Path):
     assert net.training
 
 
+# --- update rules and rates ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_an_update_leaves_its_gradient_as_it_is(type_: str):
+    """Servers may hold it elsewhere."""
+    weights = nn.Parameter(torch.randn(4, 3))
+    weights.grad = torch.randn(4, 3)
+    before = weights.grad.clone()
+    TYPES[type_]([weights], lr=0.1, momentum=0.9, weight_decay=0.01).step()
+    assert torch.equal(weights.grad, before)
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(TypeError, match="nesterov"):
+        TYPES["SGD"]([nn.Parameter(torch.ones(1))], nesterov=True)
+
+
+def test_rates_far_out_are_numbers():
+    text = 'base_lr: 0.1 gamma: -1 stepsize: 1000000 power: 0.5 max_iter: 10 lr_policy: "{}"'
+    assert learning_rate(solver_from_text(text.format("sigmoid").replace("-1", "1"), Path("s")), 0) == 0.0
+    assert learning_rate(solver_from_text(text.format("poly"), Path("s")), 11) == 0.0
+
+
+CAFFE: dict[str, Any] = json.loads((Path(__file__).parent.parent / "caffe_steps.json").read_text())
+"""Results of BVLC Caffe 1.0.0: the weights and rates of 12 updates in each of 18 cases."""
+
+
+@pytest.mark.parametrize("case", CAFFE["cases"], ids=lambda case: case["name"])
+def test_steps_are_those_of_caffe_itself(case: dict[str, Any]) -> None:
+    """Sequences of clipping, scaling, decay, multipliers, rates and updates, recorded from pycaffe's apply_update."""
+    net, log = nn.Linear(2, 3), io.StringIO()
+    solver = Solver(
+        solver_from_text(case["solver"] + " solver_mode: CPU"),
+        net=net,
+        loss=nn.functional.mse_loss,
+        train=[],
+        lr_mult=dict(zip(("weight", "bias"), case["lr_mult"], strict=True)),
+        decay_mult=dict(zip(("weight", "bias"), case["decay_mult"], strict=True)),
+        stream=log,
+    )
+    blobs = solver.net.params["Linear"]
+    for blob, start in zip(blobs, CAFFE["start"], strict=True):
+        blob.data.reshape(-1)[:] = start
+    for gradients, rate, expected in zip(CAFFE["gradients"], case["lr"], case["weights"], strict=True):
+        for blob, gradient in zip(blobs, gradients, strict=True):
+            blob.diff.reshape(-1)[:] = gradient
+        assert solver.lr == pytest.approx(rate, rel=1e-5)  # Caffe's are of 32 bits
+        solver.apply_update()
+        for blob, of_caffe in zip(blobs, expected, strict=True):
+            off = np.abs(blob.data.reshape(-1) - of_caffe) / (np.abs(of_caffe) + 0.01)
+            assert off.max() < 1e-4
+    clipped = "clip_gradients" in case["solver"]
+    assert (
+        bool(re.search(r"Gradient clipping: .* \(L2 norm [\d.]+ > [\d.]+\) by scale factor", log.getvalue())) == clipped
+    )
+
+
 # --- pycaffe's surface --------------------------------------------------------------------------------
 
 
@@ -176,16 +222,6 @@ def test_a_compiled_net_has_the_names_of_the_plain_one(tmp_path: Path, net: nn.M
     assert (list(solver.net.params), solver.net.name) == (names, called)
 
 
-def test_apply_update_uses_gradients_set_by_the_user(tmp_path: Path):
-    solver = Made(tmp_path, "momentum: 0.5").solver
-    before = solver.net.params["2"][1].data.copy()
-    for _ in range(2):
-        solver.net.params["2"][1].diff[...] = 1.0
-        solver.apply_update()
-    assert solver.iter == 2
-    np.testing.assert_allclose(solver.net.params["2"][1].data, before - 0.1 - 0.15, rtol=1e-6)
-
-
 def test_copied_blobs_are_synchronised_in_both_directions(tmp_path: Path):
     """numpy has no bfloat16, which stands for any memory that it cannot access."""
     net = nn.Linear(3, 2).bfloat16()
@@ -210,22 +246,13 @@ def test_caffes_log_parser_reads_it(tmp_path: Path):
         'base_lr: 0.1 lr_policy: "step" gamma: 0.5 stepsize: 4 max_iter: 6 solver_mode: CPU'
         " display: 2 test_iter: 1 test_interval: 4 snapshot_after_train: false"
     )
-    (tmp_path / "s.prototxt").write_text(text)
-    stream = io.StringIO()
-    solver = gossipx.get_solver(
-        tmp_path / "s.prototxt",
-        net=module(),
-        loss=nn.functional.cross_entropy,
-        train=batches(),
-        test=batches(),
-        scores={"accuracy": right},
-        stream=stream,
-    )
-    solver.solve()
+    made = Made(tmp_path, text, basics="", test=batches(), scores={"accuracy": right})
+    made.solver.solve()
+    lines = made.stream.getvalue().splitlines()
     rates: dict[int, float] = {}
     outputs: dict[tuple[str, int, str], float] = {}
     iteration = -1
-    for line in stream.getvalue().splitlines():
+    for line in lines:
         moment = line.split()
         assert 1 <= int(moment[0][1:3]) <= 12
         assert 1 <= int(moment[0][3:]) <= 31
@@ -237,7 +264,7 @@ def test_caffes_log_parser_reads_it(tmp_path: Path):
         for kind in ("Train", "Test"):
             if found := re.search(kind + r" net output #(\d+): (\S+) = ([\.\deE+-]+)", line):
                 outputs[kind, iteration, found.group(2)] = float(found.group(3))
-    assert "] Solving " in stream.getvalue().splitlines()[0]  # where its clock begins
+    assert "] Solving " in lines[0]  # where its clock begins
     assert rates == {0: 0.1, 2: 0.1, 4: 0.05}
     assert {key for key in outputs if key[0] == "Test"} == {
         ("Test", i, name) for i in (0, 4) for name in ("accuracy", "loss")

@@ -19,77 +19,9 @@ from gossipx.solver import prototxt
 from gossipx.solver.prototxt import WITHOUT_MEANING, NetState, SolverParameter, read_solver, solver_from_text
 
 PATH = Path("lenet_solver.prototxt")
+GOLDEN = Path(__file__).parents[1] / "golden"
 OURS = {"given", "places", "path"}
 FIELDS = prototxt.MESSAGES["SolverParameter"]
-
-EVERY_FIELD = """# Every field, in the forms that Caffe's own files use.
-net: "train_test.prototxt"
-net_param { name: "inline" }
-train_net: 'train.prototxt'
-test_net: "one.prototxt"
-test_net: "two.prototxt"
-train_net_param { }
-test_net_param < name: "test" >
-train_state: { phase: TRAIN level: 1 stage: 'a' stage: 'b' }
-test_state: { stage: 'test-on-train' }
-test_state: { stage: 'test-on-test' }   # a stage { for each } test_iter: 7
-test_iter: 500
-test_iter: 100
-test_interval: 1000
-test_compute_loss: true
-test_initialization: false
-base_lr: 0.00001
-display: 200
-average_loss: 40
-max_iter: 65000
-iter_size: 2
-lr_policy: "multistep"
-gamma: 0.1
-power: .75
-momentum: 0.0
-weight_decay: 0.0000
-regularization_type: "L1"
-stepsize: 10000
-stepvalue: 5000
-stepvalue: 7000
-clip_gradients: 35
-snapshot: 4000
-snapshot_prefix: "examples/mnist/" "lenet"
-snapshot_diff: true
-snapshot_format: HDF5
-solver_mode: CPU
-device_id: 1
-random_seed: 1701
-type: "AdaDelta"
-delta: 1e-6
-momentum2: 0.99
-rms_decay: 0.98
-debug_info: true
-snapshot_after_train: false
-layer_wise_reduce: false
-weights: "a.caffemodel"
-"""
-
-OLD_NET = """
-test_state: { stage: "test-on-test-set" }
-net_param {
-  name: "Old"
-  layers {
-    name: "mnist" type: DATA top: "data" top: "label"
-    data_param { source: "lmdb" backend: LMDB batch_size: 64 }
-    transform_param { scale: 0.00390625 }
-    include: { phase: TEST stage: "test-on-test-set" }
-  }
-  layers {
-    name: "conv" type: CONVOLUTION bottom: "data" top: "conv" blobs_lr: 1 blobs_lr: 2
-    convolution_param { num_output: 20 kernel_size: 5 stride: 1 weight_filler { type: "xavier" } }
-  }
-  layers { name: "pool" type: POOLING pooling_param { pool: MAX kernel_size: 2 } }
-  layers { layer { name: "older" type: "relu" num_output: 3 pool: AVE } }
-  layer { name: "new" type: "Clip" param { lr_mult: 1 decay_mult: 0 } clip_param { min: -1 max: 1 } }
-  layer { name: "loss" type: "SoftmaxWithLoss" loss_param { normalization: BATCH_SIZE } include { phase: TRAIN } }
-}
-"""
 
 
 def refusal(text: str) -> str:
@@ -127,7 +59,7 @@ def test_defaults_are_those_of_caffe() -> None:
 
 
 def test_an_inline_net_of_any_age_is_read() -> None:
-    parameter = solver_from_text(OLD_NET, PATH)
+    parameter = read_solver(GOLDEN / "old_net.prototxt")
     assert re.findall(r"(?m)^  (?:  )?name: (.*)$", parameter.net_param) == [
         '"mnist"', '"conv"', '"pool"', '"older"', '"new"', '"loss"'
     ]  # fmt: skip
@@ -246,7 +178,9 @@ def test_fields_without_effect_give_warnings_in_order() -> None:
         f"{PATH}:2:1: snapshot_diff: has no effect: {WITHOUT_MEANING['snapshot_diff']}",
         f"{PATH}:3:1: net: has no effect: {WITHOUT_MEANING['net']}",
     ]
-    assert {line.split(": ")[1] for line in solver_from_text(EVERY_FIELD, PATH).warnings()} == WITHOUT_MEANING.keys()
+    assert {
+        line.split(": ")[1] for line in read_solver(GOLDEN / "every_field.prototxt").warnings()
+    } == WITHOUT_MEANING.keys()
 
 
 @pytest.mark.parametrize(

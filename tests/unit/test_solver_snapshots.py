@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import signal
@@ -19,7 +18,6 @@ from small_disks import SmallDisk
 from solving import BASICS, Made, batches, module, right, weights
 from torch import nn
 
-import gossipx
 from gossipx.errors import GossipxError, UsageError
 from gossipx.solver.solver import Solver
 
@@ -44,12 +42,10 @@ def test_a_full_disk_costs_snapshots_and_lines_but_no_iteration(
     small_disk: SmallDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ):
     prefix = small_disk.path / "s"
-    text = f'{BASICS}snapshot: 2\ndisplay: 1\nsnapshot_prefix: "{prefix}"'
-    (tmp_path / "solver.prototxt").write_text(text)
+    text = f'snapshot: 2\ndisplay: 1\nsnapshot_prefix: "{prefix}"'
     (small_disk.path / "log").write_text("x" * 4096)  # a page, whose end has no room
-    given = {"net": module(), "loss": nn.functional.cross_entropy, "train": batches()}
     with (small_disk.path / "log").open("a", buffering=1) as stream:
-        solver = gossipx.get_solver(tmp_path / "solver.prototxt", stream=stream, **given)
+        solver = Made(tmp_path, text, stream=stream).solver
         small_disk.fill()
         with pytest.raises(GossipxError, match=r"s_iter_6\.safetensors: it cannot be written"):
             solver.solve()  # the last one is lost: this ends the process with exit code 1
@@ -152,14 +148,15 @@ def send(number: int, times: int = 1, at: int = 2) -> Callable[[Solver], None]:
     return arm
 
 
-def test_sigint_stops_after_the_iteration_and_a_snapshot(tmp_path: Path):
+@pytest.mark.parametrize("times", [1, 2])
+def test_sigint_stops_after_the_iteration_and_a_snapshot_and_a_second_one_at_once(tmp_path: Path, times: int):
     made, before = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"'), signal.getsignal(signal.SIGINT)
-    send(signal.SIGINT)(made.solver)
+    send(signal.SIGINT, times)(made.solver)
     with pytest.raises(KeyboardInterrupt):
         made.solver.solve()
-    assert made.solver.iter == 3
-    assert (tmp_path / "s_iter_3.solverstate").exists()
-    assert made.lines[-1] == "Optimization stopped early."
+    assert made.solver.iter == (3 if times == 1 else 2)
+    assert [path.name for path in tmp_path.glob("s_iter*.solverstate")] == ["s_iter_3.solverstate"] * (times == 1)
+    assert (made.lines[-1] == "Optimization stopped early.") == (times == 1)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -186,15 +183,6 @@ def test_a_sigint_after_the_last_check_is_not_lost(tmp_path: Path):
         solver.solve()
     assert solver.iter == 6
     assert (tmp_path / "s_iter_6.solverstate").exists()
-
-
-def test_a_second_sigint_stops_at_once(tmp_path: Path):
-    made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"')
-    send(signal.SIGINT, times=2)(made.solver)
-    with pytest.raises(KeyboardInterrupt):
-        made.solver.solve()
-    assert made.solver.iter == 2
-    assert not list(tmp_path.glob("s_iter*"))
 
 
 def test_sighup_requests_a_snapshot_and_training_continues(tmp_path: Path):
@@ -242,9 +230,8 @@ def test_invalid_parameters_are_reported_with_their_position(tmp_path: Path, tex
     ],
 )
 def test_invalid_rates_are_reported(tmp_path: Path, text: str, told: str):
-    (tmp_path / "s.prototxt").write_text(text)
     with pytest.raises(UsageError, match=re.escape(told)):
-        gossipx.get_solver(tmp_path / "s.prototxt", net=module(), loss=nn.functional.cross_entropy, train=batches())
+        Made(tmp_path, text, basics="")
 
 
 def test_invalid_arguments_are_reported(tmp_path: Path):
@@ -309,24 +296,20 @@ def test_several_test_nets(tmp_path: Path):
     assert [line for line in made.lines if "Testing" in line] == [f"Iteration 0, Testing net (#{n})" for n in (0, 1)]
 
 
+ON_GPU = BASICS.replace("solver_mode: CPU\n", "")  # GPU is Caffe's default
+
+
 def test_without_a_gpu_the_solver_warns_and_trains_on_the_cpu(tmp_path: Path):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    (tmp_path / "s.prototxt").write_text(BASICS.replace("solver_mode: CPU\n", ""))  # GPU is Caffe's default
-    stream = io.StringIO()
-    gossipx.get_solver(
-        tmp_path / "s.prototxt", net=module(), loss=nn.functional.cross_entropy, train=batches(), stream=stream
-    )
-    assert re.match(r"W\d{4} .*\] solver_mode: GPU: no CUDA device found", stream.getvalue())
+    made = Made(tmp_path, basics=ON_GPU)
+    assert re.match(r"W\d{4} .*\] solver_mode: GPU: no CUDA device found", made.stream.getvalue())
 
 
 @pytest.mark.cuda
 def test_on_a_gpu_the_net_is_moved_there_and_blobs_follow(tmp_path: Path):
-    (tmp_path / "s.prototxt").write_text(BASICS.replace("solver_mode: CPU\n", ""))
     net = module()
-    solver = gossipx.get_solver(
-        tmp_path / "s.prototxt", net=net, loss=nn.functional.cross_entropy, train=batches(), stream=io.StringIO()
-    )
+    solver = Made(tmp_path, basics=ON_GPU, net=net).solver
     assert {one.device.type for one in net.parameters()} == {"cuda"}
     solver.net.params["0"][0].data[...] = 0.25
     solver.step(1)
