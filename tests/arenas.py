@@ -39,6 +39,15 @@ def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None
     return distance
 
 
+def adopt(arena: ParameterArena, model: bytes, step: int) -> bool:
+    """Replace the whole model, as a driver does on joining."""
+    incoming = Incoming(arena, None, whole=True)
+    incoming.take(0, memoryview(bytearray(model)))
+    taken = arena.adopt(incoming.buffer, step)
+    incoming.release()
+    return taken
+
+
 class Net(nn.Module):
     """A model with every kind of tensor that the layout treats differently."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,20 +155,12 @@ class Predictions(Dataset[Any]):
         return torch.stack([parameter.detach().sum(), torch.tensor(float(parameter.untyped_storage().nbytes()))])
 
 
-@pytest.fixture
-def worker() -> Iterator[Callable[[nn.Module, str], Tensor]]:
-    def looked_at_by(module: nn.Module, start: str) -> Tensor:
-        loader = DataLoader(Predictions(module), num_workers=1, multiprocessing_context=start)
-        return next(iter(loader))[0]
-
-    yield looked_at_by
-
-
 @pytest.mark.parametrize("start", ["fork", "forkserver"])
-def test_a_worker_of_a_data_loader_gets_the_model(worker: Callable[[nn.Module, str], Tensor], start: str) -> None:
+def test_a_worker_of_a_data_loader_gets_the_model(start: str) -> None:
     module = nn.Linear(300, 5)
     arena = ParameterArena(nn.Sequential(module, nn.Linear(500, 500)))
-    total, nbytes = worker(module, start).tolist()
+    loader = DataLoader(Predictions(module), num_workers=1, multiprocessing_context=start)
+    total, nbytes = next(iter(loader))[0].tolist()
     assert total == pytest.approx(float(module.weight.detach().sum()), rel=1e-5) and nbytes == module.weight.nbytes
     arena.places.check()
     with torch.no_grad():

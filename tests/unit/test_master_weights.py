@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from arenas import mix
+from arenas import adopt, mix, model_of
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from gossipx.model import kernels
 from gossipx.model.arena import ParameterArena
-from gossipx.model.receive import Incoming
 
 HALVES = (torch.bfloat16, torch.float16)
 dtypes = st.sampled_from(HALVES)
@@ -36,17 +35,16 @@ def made(seed: int, dtype: torch.dtype, sampled: int | None = None) -> Parameter
     return ParameterArena(Net(seed, dtype), sampled=sampled)
 
 
+def place_of(arena: ParameterArena) -> int:
+    """Return which section has the 16-bit values."""
+    (place,) = (place for place, section in enumerate(arena.sections) if section.storage.itemsize == 2)
+    return place
+
+
 def halves(arena: ParameterArena) -> tuple[Tensor, Tensor]:
     """Return the module's 16-bit values and their masters."""
-    (section,) = (s for s in arena.sections if s.storage.itemsize == 2)
+    section = arena.sections[place_of(arena)]
     return section.storage[: section.trainable], section.values[: section.trainable]
-
-
-def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
-    snapshot = arena.snapshot(whole)
-    model = bytes(snapshot.buffer.view)
-    snapshot.release()
-    return model
 
 
 def rounded(arena: ParameterArena) -> bool:
@@ -106,13 +104,9 @@ def test_a_wave_leaves_what_was_merged_and_own_steps_are_kept(dtype: torch.dtype
     arena.step_done()
     moved = halves(arena)[1].clone() if sampled is None else None
     arena.exchanged.apply_merged(arena.exchanged.snapshot_of(mean, 0), captured)
-    step = 0.25 if moved is None else moved - captured.vectors[arena.sections.index(_section(arena))][: len(moved)]
+    step = 0.25 if moved is None else moved - captured.vectors[place_of(arena)][: len(moved)]
     torch.testing.assert_close(master, halves(other)[1] + step, rtol=0, atol=0.01)
     assert rounded(arena)
-
-
-def _section(arena: ParameterArena):
-    return next(s for s in arena.sections if s.storage.itemsize == 2)
 
 
 @pytest.mark.parametrize("sampled", [None, 0])
@@ -170,9 +164,7 @@ def test_values_that_are_not_finite_are_followed_too():
 def test_a_whole_model_is_adopted_with_its_masters(dtype: torch.dtype, sampled: int | None):
     one, two = made(0, dtype, sampled), made(1, dtype)
     mix(two, model_of(made(2, dtype)), 0.3)
-    incoming = Incoming(one, None, whole=True)
-    incoming.take(0, memoryview(bytearray(model_of(two, whole=True))))
-    assert one.adopt(incoming.buffer, 7) and one.step == 7
+    assert adopt(one, model_of(two, whole=True), 7) and one.step == 7
     for ours, theirs in zip(one.sections, two.sections, strict=True):
         assert torch.equal(ours.storage, theirs.storage)
         assert torch.equal(ours.values[: ours.mixed], theirs.values[: ours.mixed])

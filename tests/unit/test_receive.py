@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from arenas import model_of
 from seeds import some
 from torch import Tensor, nn
 
@@ -38,10 +39,7 @@ def vectors_of(arena: ParameterArena) -> list[Tensor]:
 
 
 def bytes_of(arena: ParameterArena) -> memoryview:
-    snapshot = arena.snapshot()
-    model = bytearray(snapshot.buffer.view)
-    snapshot.release()
-    return memoryview(model)
+    return memoryview(bytearray(model_of(arena)))
 
 
 def receive(view: memoryview, sink: Sink, start: int = 0, stop: int | None = None) -> int:
@@ -213,9 +211,8 @@ def test_a_base_that_others_read_is_copied_where_memory_is_short():
     given = arena.snapshot()
     arena.step_done()
     base = arena.snapshot()
-    sent = memoryview(bytearray(other.snapshot().buffer.view))
     incoming = Incoming(arena, base.hold())
-    incoming.take(0, sent)
+    incoming.take(0, bytes_of(other))
     assert base.holders == 2, "released: the boundary and this test hold references"
     for difference, theirs, own in zip(incoming.buffer.vectors, other.snapshot().vectors, base.vectors, strict=True):
         cut = next(section.trainable for section in arena.sections if len(section.storage) >= len(own))

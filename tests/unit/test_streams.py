@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from arenas import adopt, model_of
 from seeds import some
 from torch import Tensor, nn
 
@@ -154,13 +155,6 @@ class Side:
         self.captured.release()
         self.captured = None
 
-    def adopt(self, model: bytes) -> bool:
-        incoming = Incoming(self.arena, None, whole=True)
-        incoming.take(0, memoryview(bytearray(model)))
-        taken = self.arena.adopt(incoming.buffer, self.arena.step)
-        incoming.release()
-        return taken
-
 
 def storages(side: Side) -> list[Tensor]:
     side.streams.wait(side.streams.mark())
@@ -185,7 +179,7 @@ def test_results_equal_those_of_a_synchronous_device(
         ]
         other = ParameterArena(Net(seed + 1, dtype), fragments=fragments)
         model = bytes(other.snapshot(of=other.fragments[fragments // 2]).buffer.view)
-        whole = bytes(other.snapshot(whole=True).buffer.view)
+        whole = model_of(other, whole=True)
         deltas: list[list[float]] = [[], []]
         for _ in range(40):
             what = coin.choice(kinds)
@@ -212,7 +206,7 @@ def test_results_equal_those_of_a_synchronous_device(
                     case "wave":
                         found.append(side.wave(model))
                     case "adopt" if amount < 0.3:
-                        found.append(side.adopt(whole))
+                        found.append(adopt(side.arena, whole, side.arena.step))
             if device == "late":
                 assert found[:1] == found[1:], (seed, what)
         for one, two in zip(*map(storages, sides), strict=True):
@@ -226,7 +220,7 @@ def test_a_model_that_moves_to_the_bases_memory_is_uploaded_whole():
     """The part received before the base was free is still being uploaded from memory that is reused by then."""
     streams = Lazy(0)
     streams.hasty = 0.0
-    model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
+    model = model_of(ParameterArena(Net(1, torch.float32)))
     half = len(model) // 16 * 8
     mixed = []
     for arena in (ParameterArena(Net(0, torch.float32)), ParameterArena(Net(0, torch.float32), streams=streams)):
@@ -261,7 +255,7 @@ def test_training_does_not_wait_for_copies_or_the_delta(device: str):
         arena = ParameterArena(Net(0, torch.float32), streams=streams)
     arena.step_done()
     incoming = Incoming(arena, arena.snapshot())
-    model = bytes(ParameterArena(Net(1, torch.float32)).snapshot().buffer.view)
+    model = model_of(ParameterArena(Net(1, torch.float32)))
     incoming.take(0, memoryview(bytearray(model)))
     incoming.norm()
     arena.step_done()
