@@ -12,13 +12,7 @@ from joined_frames import joined
 
 from gossipx.memory import Source
 from gossipx.protocol import fields
-from gossipx.protocol.messages import (
-    LAST_WAVE,
-    MAX_WAVE,
-    AnyWave,
-    PastWave,
-    Stage,
-)
+from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, AnyWave, PastWave, Stage
 from gossipx.wire import (
     MAX_NOTE,
     AdmitReply,
@@ -31,13 +25,7 @@ from gossipx.wire import (
     Message,
     SetNote,
 )
-from gossipx.wire.frames import (
-    KINDS,
-    VERSION,
-    Decoder,
-    Frame,
-    encode,
-)
+from gossipx.wire.frames import KINDS, VERSION, Decoder, Frame, encode
 
 ranks = st.integers(0, 65_535)
 counts = st.integers(0, 2**63 - 1)

@@ -10,7 +10,6 @@ import json
 import random
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import seed as seeded
 from table_sides import side
 
-from gossipx.checkpoint import JournalFile, journal_path, records_of
 from gossipx.errors import ProtocolError
 from gossipx.protocol.fields import MAX_METADATA, Kind
 from gossipx.server.placement import Partition
@@ -199,19 +197,3 @@ def test_mutated_ranges_are_refused_or_valid(many: int = 1_000) -> None:
             continue
         taken += 1
     assert 0 < taken < many
-
-
-@pytest.mark.fault(13, 14)
-def test_mutated_journals_end_where_they_are_damaged(tmp_path: Path, many: int = 300) -> None:
-    draws = random.Random(0)
-    path = journal_path(tmp_path, 0)
-    writing = JournalFile(path)
-    entries = [(metadata_of(message), b"12345678" * n) for n, message in enumerate(drawn(KINDS[27])[:5])]
-    for words, content in entries:
-        writing.append(words, memoryview(content))
-    writing.close()
-    whole = path.read_bytes()
-    for _ in range(many):
-        path.write_bytes(mutated_bytes(whole, draws))
-        left = [(words, bytes(content)) for _, words, content in records_of(tmp_path, 0)]
-        assert left == entries[: len(left)]

@@ -11,7 +11,10 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from certificates import Authority
@@ -24,7 +27,7 @@ from gossipx.tools import certs
 from gossipx.transports import Address, tcp, tls
 from gossipx.transports.access import SECRET_VARIABLE, grant, is_loopback, uncovered
 from gossipx.transports.tls import Reminder, Tls, Validity, validities_in
-from gossipx.wire.auth import Secret, Secrets
+from gossipx.wire.auth import Secrets
 
 SECRET = "0123456789abcdef" * 4
 
@@ -104,70 +107,11 @@ def test_tls_needs_all_three_files_and_excludes_a_secret(tmp_path: Path, monkeyp
 # --- the secret ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
-@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_a_secret_is_the_file_without_the_end_of_its_line(mark: str, end: str, tmp_path: Path) -> None:
-    """Nor the byte order mark of a Windows editor: the same secret of another machine has none."""
-    granted = grant(ExchangeSettings(secret_file=secret_file(tmp_path, mark + SECRET + end)), "0.0.0.0")
-    assert granted.secret is not None
-    assert granted.secret.valid() == (Secret(SECRET.encode()),)
-    assert SECRET not in repr(granted)
-
-
-def test_a_secret_from_the_environment_is_overridden_by_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SECRET_VARIABLE, "sixteen bytes of it")
-    granted = grant(ExchangeSettings(), "0.0.0.0").secret
-    assert granted is not None
-    assert granted.valid() == (Secret(b"sixteen bytes of it"),)
-    granted = grant(ExchangeSettings(secret_file=secret_file(tmp_path)), "0.0.0.0").secret
-    assert granted is not None
-    assert granted.valid() == (Secret(SECRET.encode()),)
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("", "0 bytes"),
-        ("123456789012345\n", "15 bytes, which could be guessed; at least 16"),
-        ("a" * 5000, "another file"),
-    ],
-)
-def test_an_invalid_secret_is_refused_and_not_shown(content: str, told: str, tmp_path: Path) -> None:
-    file = secret_file(tmp_path, content)
-    with pytest.raises(UsageError, match=told) as refused:
-        grant(ExchangeSettings(secret_file=file), "127.0.0.1")
-    assert str(refused.value).startswith(f"{file}: --secret-file")
-    assert not content or content.strip() not in str(refused.value)
-
-
-def test_a_secret_in_utf_16_is_refused(tmp_path: Path) -> None:
-    """As PowerShell writes it; other machines have the same text in other bytes."""
-    file = secret_file(tmp_path)
-    Path(file).write_bytes(SECRET.encode("utf-16"))
-    with pytest.raises(UsageError, match="--secret-file is UTF-16 text: save it as UTF-8"):
-        grant(ExchangeSettings(secret_file=file), "0.0.0.0")
-
-
-def test_a_byte_order_mark_of_the_environment_is_no_part_of_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``GOSSIPX_SECRET=$(cat secret)``."""
-    monkeypatch.setenv(SECRET_VARIABLE, "\ufeff" + SECRET)
-    granted = grant(ExchangeSettings(), "0.0.0.0").secret
-    assert granted is not None and granted.valid() == (Secret(SECRET.encode()),)
-
-
-def test_a_short_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET_VARIABLE, "hunter2")
-    with pytest.raises(UsageError, match="GOSSIPX_SECRET holds 7 bytes") as refused:
-        grant(ExchangeSettings(), "127.0.0.1")
-    assert "hunter2" not in str(refused.value)
-
-
 OLD, NEW = "the old secret of the run", "the new secret of the run"
 
 
-def secrets_of(file: str) -> Secrets:
+def secrets_of(file: str | None) -> Secrets:
+    """Return the secrets of a file, else of the environment."""
     granted = grant(ExchangeSettings(secret_file=file), "0.0.0.0").secret
     assert granted is not None
     return granted
@@ -175,6 +119,51 @@ def secrets_of(file: str) -> Secrets:
 
 def values(secrets: Secrets) -> list[str]:
     return [secret.value.decode() for secret in secrets.valid()]
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_secret_is_the_file_without_the_end_of_its_line(mark: str, end: str, tmp_path: Path) -> None:
+    """Nor the byte order mark of a Windows editor: the same secret of another machine has none."""
+    secrets = secrets_of(secret_file(tmp_path, mark + SECRET + end))
+    assert values(secrets) == [SECRET] and SECRET not in repr(secrets)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "0 bytes"),
+        (b"123456789012345\n", "15 bytes, which could be guessed; at least 16"),
+        (b"a" * 5000, "another file"),
+        (SECRET.encode("utf-16"), "is UTF-16 text: save it as UTF-8"),  # as PowerShell writes it
+    ],
+    ids=["empty", "short", "long", "UTF-16"],
+)
+def test_an_invalid_secret_is_refused_and_not_shown(content: bytes, told: str, tmp_path: Path) -> None:
+    file = secret_file(tmp_path)
+    Path(file).write_bytes(content)
+    with pytest.raises(UsageError, match=told) as refused:
+        secrets_of(file)
+    assert str(refused.value).startswith(f"{file}: --secret-file")
+    assert not content or content.strip().decode(errors="replace") not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [("sixteen bytes of it", ["sixteen bytes of it"]), ("\ufeff" + SECRET, [SECRET]), (f"{NEW}\n{OLD}\n", [NEW, OLD])],
+    ids=["one", "with a byte order mark", "two"],
+)
+def test_secrets_of_the_environment_are_overridden_by_the_file(
+    content: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a file: ``GOSSIPX_SECRET=$(cat secret)``."""
+    monkeypatch.setenv(SECRET_VARIABLE, content)
+    assert values(secrets_of(None)) == found
+    assert values(secrets_of(secret_file(tmp_path, OLD))) == [OLD]
+    monkeypatch.setenv(SECRET_VARIABLE, "hunter2")
+    with pytest.raises(UsageError, match="GOSSIPX_SECRET holds 7 bytes") as refused:
+        secrets_of(None)
+    assert "hunter2" not in str(refused.value)
 
 
 def test_the_lines_of_a_secret_file_are_followed_while_it_changes(
@@ -217,27 +206,22 @@ def test_a_secret_file_that_is_spoilt_in_mid_run_keeps_the_old_secrets_and_says_
     assert values(secrets) == [NEW]
 
 
-def test_the_environment_may_hold_two_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET_VARIABLE, f"{NEW}\n{OLD}\n")
-    granted = grant(ExchangeSettings(), "0.0.0.0").secret
-    assert granted is not None and values(granted) == [NEW, OLD]
-
-
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
 def test_a_secret_that_others_can_read_is_refused_with_the_command_to_fix_it(mode: int, tmp_path: Path) -> None:
     file = secret_file(tmp_path, mode=mode)
     with pytest.raises(UsageError, match=f"others can read --secret-file: chmod 600 {file}$"):
-        grant(ExchangeSettings(secret_file=file), "127.0.0.1")
+        secrets_of(file)
 
 
 def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot read --secret-file: No such file"):
-        grant(ExchangeSettings(secret_file=str(tmp_path / "none")), "127.0.0.1")
-    with pytest.raises(UsageError, match="not a regular file"):
-        grant(ExchangeSettings(secret_file=str(tmp_path)), "127.0.0.1")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="not a regular file"):
-        grant(ExchangeSettings(secret_file=str(tmp_path / "pipe")), "127.0.0.1")
+    for name, told in (
+        ("none", "cannot read --secret-file: No such file"),
+        ("", "not a regular"),
+        ("pipe", "not a regular"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            secrets_of(str(tmp_path / name))
 
 
 # --- TLS files ----------------------------------------------------------------------------------
@@ -250,43 +234,34 @@ def test_invalid_tls_files_are_named(tmp_path: Path) -> None:
     junk.write_text("junk")
     junk.chmod(0o600)
 
+    valid = {"tls_cert": str(good.certificate), "tls_key": str(good.key), "tls_ca": str(good.authority)}
+
     def refused(**files: Path) -> str:
-        settings = {"tls_cert": good.certificate, "tls_key": good.key, "tls_ca": good.authority} | files
         with pytest.raises(UsageError) as told:
-            grant(ExchangeSettings(**{name: str(file) for name, file in settings.items()}), "127.0.0.1")
+            grant(ExchangeSettings(**valid | {name: str(file) for name, file in files.items()}), "127.0.0.1")
         assert "\n" not in str(told.value)
         return str(told.value)
 
-    assert isinstance(
-        grant(
-            ExchangeSettings(tls_cert=str(good.certificate), tls_key=str(good.key), tls_ca=str(good.authority)), "::"
-        ).transport,
-        Tls,
-    )
-    assert refused(tls_cert=nothing) == f"{nothing}: cannot read --tls-cert: No such file or directory"
-    assert refused(tls_key=nothing) == f"{nothing}: cannot read --tls-key: No such file or directory"
-    assert refused(tls_ca=nothing) == f"{nothing}: cannot read --tls-ca: No such file or directory"
+    assert isinstance(grant(ExchangeSettings(**valid), "::").transport, Tls)
+    for option in ("cert", "key", "ca"):
+        told = f"{nothing}: cannot read --tls-{option}: No such file or directory"
+        assert refused(**{f"tls_{option}": nothing}) == told
     assert f"{junk}: --tls-ca is not a CA's certificate" in refused(tls_ca=junk)
     assert f"{junk}: --tls-cert is not a certificate" in refused(tls_cert=junk)
     assert f"{junk}: --tls-key is not the private key of {good.certificate}" in refused(tls_key=junk)
-    assert f"--tls-key is not the private key of {good.certificate} as PEM (key values mismatch)" in refused(
-        tls_key=other.key
-    )
+    told = f"--tls-key is not the private key of {good.certificate} as PEM (key values mismatch)"
+    assert told in refused(tls_key=other.key)
     good.key.chmod(0o644)
     assert refused() == f"{good.key}: others can read --tls-key: chmod 600 {good.key}"
 
 
 def test_a_key_with_a_passphrase_is_refused_without_asking_for_it(tmp_path: Path) -> None:
     good = Authority(tmp_path).issue()
-    from cryptography.hazmat.primitives.serialization import (
-        BestAvailableEncryption,
-        Encoding,
-        PrivateFormat,
-        load_pem_private_key,
-    )
+    from cryptography.hazmat.primitives import serialization as pem
 
-    key = load_pem_private_key(good.key.read_bytes(), None)
-    good.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word")))
+    key = pem.load_pem_private_key(good.key.read_bytes(), None)
+    locked = pem.BestAvailableEncryption(b"word")
+    good.key.write_bytes(key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, locked))
     with pytest.raises(UsageError, match="has a passphrase"):
         good.transport()
 
@@ -310,10 +285,7 @@ def test_hosts_connect_with_their_certificates(tmp_path: Path) -> None:
         Tls(directory / host / "cert.pem", directory / host / "key.pem", directory / host / "ca.pem")
         for host in ("host-127.0.0.1", "host-localhost")
     )
-    from concurrent.futures import ThreadPoolExecutor
-    from time import monotonic
-
-    by = monotonic() + 60
+    by = time.monotonic() + 60
     listening = own.listen(Address("127.0.0.1", 0))
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(other.connect, listening.address, by)
@@ -327,14 +299,10 @@ def test_hosts_connect_with_their_certificates(tmp_path: Path) -> None:
     listening.close()
 
 
-def test_created_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
+def test_created_files_are_readable_by_their_owner_only_and_not_overwritten(tmp_path: Path) -> None:
     directory = made(tmp_path, "ada\nbob\n")
     for path in [directory, *directory.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
-
-
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    directory = made(tmp_path, "ada\n")
     before = (directory / "ca.pem").read_bytes()
     with pytest.raises(UsageError, match="no certificate is overwritten"):
         certs.new(directory, tmp_path / "hosts.txt")
@@ -378,17 +346,9 @@ def test_without_the_package_the_message_names_it(
 HOUR, DAY = 3600.0, 86400.0
 
 
-class Clock:
-    now = 1_800_000_000.0
-    monotonic = staticmethod(time.monotonic)
-
-    def time(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = SimpleNamespace(now=1_800_000_000.0, time=lambda: made.now, monotonic=time.monotonic)
     monkeypatch.setattr(tls, "time", made)
     return made
 
@@ -408,7 +368,7 @@ def test_dates_are_those_of_the_certificate(tmp_path: Path, begins: float, days:
 
 @pytest.mark.fault(63)
 def test_a_certificate_that_expires_in_mid_run_is_warned_of_before(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+    clock: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "gossipx")
     early, late = Validity(0.0, clock.now + 30 * DAY, Path("cert.pem")), Validity(0.0, 4e9, Path("ca.pem"))
