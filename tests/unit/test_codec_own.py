@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -70,7 +71,6 @@ def test_two_codecs_of_one_number_are_refused() -> None:
     ("spec", "told"),
     [
         ("3lb", r"unknown codec '3lb' \(did you mean '3lc'\?\)"),
-        ("3lc:sparsty=1", r"unknown key 'sparsty' \(did you mean 'sparsity'\?\)"),
         ("3lc:sparsity=2", "sparsity must be at least 1 and below 2, not 2.0"),
         ("3lc:residual=0", "residual is a fraction of a norm"),
         ("3lc:small=-1", "small must be a number"),
@@ -90,7 +90,6 @@ def test_two_codecs_of_one_number_are_refused() -> None:
         ("dgc:feedback=true", "would count them twice"),
         ("localsteps:k=0", "k must be at least 1 frame"),
         ("int8:squeezed=zlib", "unknown key 'squeezed'"),
-        ("int8+gzip", r"one of \+zlib, \+zstd may follow, once"),
         ("int8+zlib+zlib", r"one of \+zlib, \+zstd may follow, once"),
     ],
 )
@@ -100,8 +99,6 @@ def test_a_wrong_spec_names_what_would_have_been_right(spec: str, told: str) -> 
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(UsageError, match=r"pip install '\.\[zstd\]' in your clone of gossipx, or use \+zlib"):
         codecs.parse("int8+zstd")

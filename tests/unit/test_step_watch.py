@@ -56,29 +56,6 @@ class Loop:
                 optimizer.step()
 
 
-class Sharpness(torch.optim.Optimizer):
-    """Sharpness-aware minimization as it is often written: ``second_step`` calls the base optimizer, not ``step``."""
-
-    def __init__(self, parameters: Any, base: Callable[..., torch.optim.Optimizer]):
-        super().__init__(parameters, {"rho": 0.01})
-        self.base = base(self.param_groups)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["moved"] = moved = 0.01 * parameter.grad
-                parameter.add_(moved)
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(self.state[parameter]["moved"])
-        self.base.step()
-
-
 @pytest.fixture
 def loop() -> Iterator[Loop]:
     made = Loop()
@@ -103,17 +80,6 @@ def test_another_optimizer_from_some_iteration_on_is_told_once(loop: Loop, caplo
     assert line.startswith("the model changes without the joined optimizer's step: 20 updates")
     assert " since iteration 40; call peer.step() after each, or join the optimizer that steps: peer.join_op" in line
     assert loop.iteration == 40
-
-
-def test_a_step_that_is_never_called_is_told(loop: Loop, caplog: Any) -> None:
-    optimizer = Sharpness(loop.model.parameters(), lambda groups: torch.optim.SGD(groups, lr=0.01))
-    loop.join(optimizer)
-    for _ in range(PATIENCE):
-        loop.backward()
-        optimizer.first_step()
-        loop.backward()
-        optimizer.second_step()
-    assert len(told(caplog)) == 1 and "since iteration 0" in told(caplog)[0]
 
 
 def subtracts(parameter: torch.Tensor, change: torch.Tensor) -> None:
