@@ -1,4 +1,4 @@
-"""Checkpoints on disk: loading restores what was saved, and damaged files are detected."""
+"""Checkpoints, journals and models on disk: what was saved is restored, and damaged files are detected."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,31 +16,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from gossipx import checkpoint
 from gossipx.checkpoint import (
-    DTYPES,
     HASH,
     MANIFEST,
     CheckpointError,
     CheckpointPart,
-    JournalFile,
     Store,
-    _digest,
-    drop_journals,
-    from_bytes,
-    journal_clocks,
-    journal_path,
     pack,
     plain_json,
     records_of,
-    to_bytes,
     unpack,
 )
-from gossipx.errors import UsageError
+from gossipx.errors import GossipxError, UsageError
+from gossipx.model import safetensors_file
 from gossipx.settings.interval import CheckpointInterval
 
 
@@ -106,7 +101,7 @@ def test_plain_data_is_restored_exactly(tree: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", checkpoint.DTYPES, ids=str)
 def test_tensors_are_restored_exactly(store: Store, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Every dtype, scalars and empty tensors, beside tensors of other sizes, with all bit patterns."""
     count = math.prod(shape)
@@ -296,7 +291,7 @@ def test_no_altered_bit_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory,
 def rehashed(manifest: dict[str, Any]) -> bytes:
     """Return a manifest with the hash that belongs to it."""
     manifest.pop(HASH, None)
-    return json.dumps({**manifest, HASH: _digest(manifest)}).encode()
+    return json.dumps({**manifest, HASH: checkpoint._digest(manifest)}).encode()
 
 
 @pytest.mark.parametrize("told", ["format", "iteration"])
@@ -474,8 +469,8 @@ ENTRIES = [(b"first", b"12345678"), (b"second", b""), (b"", b"third"), (b"fourth
 
 
 def write(directory: Path, clock: int, entries: list[tuple[bytes, bytes]], goes_on: bool = False) -> Path:
-    path = journal_path(directory, clock)
-    writing = JournalFile(path, goes_on)
+    path = checkpoint.journal_path(directory, clock)
+    writing = checkpoint.JournalFile(path, goes_on)
     for words, content in entries:
         writing.append(words, memoryview(content))
     writing.close()
@@ -498,7 +493,7 @@ def test_a_checkpoint_is_followed_by_its_own_journal_and_all_later_ones(tmp_path
     for clock, entry in zip((30, 5, 100), ENTRIES, strict=False):
         write(tmp_path, clock, [entry])
     assert read(tmp_path, 30) == [ENTRIES[0], ENTRIES[2]]
-    assert sorted(journal_clocks(tmp_path)) == [5, 30, 100]
+    assert sorted(checkpoint.journal_clocks(tmp_path)) == [5, 30, 100]
 
 
 @given(cut=st.integers(1, 400))
@@ -529,13 +524,49 @@ def test_reading_stops_at_an_altered_record(tmp_path_factory: pytest.TempPathFac
 def test_journals_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
     for clock in (1, 2, 3, 4):
         write(tmp_path, clock, ENTRIES)
-    drop_journals(tmp_path, before=2)
-    drop_journals(tmp_path, after=3)
-    assert sorted(journal_clocks(tmp_path)) == [2, 3]
+    checkpoint.drop_journals(tmp_path, before=2)
+    checkpoint.drop_journals(tmp_path, after=3)
+    assert sorted(checkpoint.journal_clocks(tmp_path)) == [2, 3]
 
 
 def test_truncated_packed_state_is_refused() -> None:
-    packed = to_bytes({"a": [1.5, "x"]})
-    assert from_bytes(memoryview(packed)) == {"a": [1.5, "x"]}
+    packed = checkpoint.to_bytes({"a": [1.5, "x"]})
+    assert checkpoint.from_bytes(memoryview(packed)) == {"a": [1.5, "x"]}
     with pytest.raises(ValueError, match=r"read|Expecting|Unterminated"):
-        from_bytes(memoryview(packed)[: len(packed) - 20])
+        checkpoint.from_bytes(memoryview(packed)[: len(packed) - 20])
+
+
+# --- the safetensors file of a model ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_the_files_mode_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        safetensors_file.write(tmp_path / "model.safetensors", {"weight": torch.ones(3)}, "give another place")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == mode
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "model.safetensors"
+    safetensors_file.write(target, {"weight": torch.ones(3)}, "give another place")
+    (tmp_path / ".model.safetensors.tmp").mkdir()
+    with pytest.raises(GossipxError, match=r"model\.safetensors: it cannot be written .*; make room, or give another"):
+        safetensors_file.write(target, {"weight": torch.zeros(3)}, "give another place")
+    assert torch.equal(load_file(target)["weight"], torch.ones(3))
+
+
+def test_equal_models_are_equal_bytes(tmp_path: Path) -> None:
+    """The order of metadata was random: 20 files of one model had several checksums."""
+    tensors = {'wärme."0"': torch.ones(3), "bias": torch.zeros(2, dtype=torch.float64), "empty": torch.zeros(0)}
+    metadata = {"format": "pt", "gossipx.iteration": "7", "note": 'tab\t "quoted" / ü \x01', "a": "b"}
+    files = [tmp_path / f"{number}.safetensors" for number in range(20)]
+    for file in files:
+        safetensors_file.write(file, tensors, "give another place", metadata)
+    assert len({file.read_bytes() for file in files}) == 1
+    with safe_open(files[0], "pt") as read:
+        assert read.metadata() == metadata
+        assert set(read.keys()) == set(tensors) and torch.equal(read.get_tensor("bias"), tensors["bias"])

@@ -69,22 +69,12 @@ def test_an_inline_net_of_any_age_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [
-        ("base_lr:0.1", "base_lr", 0.1),
-        ("base_lr: -0.5", "base_lr", -0.5),
         ("base_lr: 1.f", "base_lr", 1.0),
-        ("base_lr: 1E+2", "base_lr", 100.0),
-        ("base_lr: 3", "base_lr", 3.0),
-        ("base_lr: inf", "base_lr", math.inf),
         ("base_lr: -inf", "base_lr", -math.inf),
         ("max_iter: 0x1F", "max_iter", 31),
-        ("max_iter: 017", "max_iter", 15),
-        ("max_iter: -7", "max_iter", -7),
-        ("random_seed: 9223372036854775807", "random_seed", 2**63 - 1),
-        *((f"test_initialization: {word}", "test_initialization", True) for word in ("true", "True", "t", "1")),
         *((f"test_initialization: {word}", "test_initialization", False) for word in ("false", "False", "f", "0")),
         ("solver_mode: 0", "solver_mode", "CPU"),
         ("stepvalue: [1, 2] stepvalue: 3", "stepvalue", (1, 2, 3)),
-        ("stepvalue: []", "stepvalue", ()),
         ("display: 1; max_iter: 2, stepsize: 3;", "stepsize", 3),
         ("lr_policy: 'a\"' \"'b\"  # more\n 'c # d'", "lr_policy", "a\"'bc # d"),
         (r'lr_policy: "\x41\102\n\"é"', "lr_policy", 'AB\n"é'),
@@ -99,15 +89,7 @@ def test_each_form_of_the_text_is_taken(text: str, name: str, value: object) -> 
     assert name in parameter.given
 
 
-def test_not_a_number_is_one() -> None:
-    assert math.isnan(solver_from_text("base_lr: nan", PATH).base_lr)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("SGD", "SGD"), ("NESTEROV", "Nesterov"), ("ADAGRAD", "AdaGrad"), ("3", "RMSProp"), ("ADADELTA", "AdaDelta"),
-     ("ADAM", "Adam")],
-)  # fmt: skip
+@pytest.mark.parametrize(("old", "new"), [("NESTEROV", "Nesterov"), ("3", "RMSProp"), ("ADADELTA", "AdaDelta")])
 def test_the_old_solver_type_becomes_a_type(old: str, new: str) -> None:
     parameter = solver_from_text(f"base_lr: 1\n  solver_type: {old}", PATH)
     assert (parameter.type, parameter.given, parameter.places["type"]) == (new, {"base_lr", "type"}, (2, 3))

@@ -47,6 +47,12 @@ class Loop:
         loss.backward()
         return loss
 
+    def descend(self, write: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Update the model without an optimizer."""
+        self.backward()
+        for parameter in self.model.parameters():
+            write(parameter, 0.01 * parameter.grad)
+
     def train(self, optimizer: torch.optim.Optimizer, updates: int, closure: bool = False) -> None:
         for _ in range(updates):
             if closure:
@@ -94,19 +100,13 @@ def assigns(parameter: torch.Tensor, change: torch.Tensor) -> None:
 def test_updates_through_data_are_told(loop: Loop, caplog: Any, write: Callable[..., None]) -> None:
     """They do not change torch's version counter. What is written at an iteration, such as by a mix, does not count."""
     optimizer = loop.join(sgd(loop.model))
-
-    def update() -> None:
-        loop.backward()
-        for parameter in loop.model.parameters():
-            write(parameter, 0.01 * parameter.grad)
-
     for _ in range(2 * PATIENCE):
         loop.train(optimizer, 1)
         for parameter in loop.model.parameters():
             write(parameter, torch.tensor(1e-3))
     assert told(caplog) == []
     for _ in range(2 * PATIENCE):
-        update()
+        loop.descend(write)
     (line,) = told(caplog)
     assert line.startswith("the model changes without the joined optimizer's step: 20 updates since iteration 40; ")
 
@@ -114,9 +114,7 @@ def test_updates_through_data_are_told(loop: Loop, caplog: Any, write: Callable[
 def test_updates_through_data_that_are_usual_are_not_told(loop: Loop, caplog: Any) -> None:
     """As many as in a loop that calls ``peer.step()`` after each fifth."""
     for number in range(5 * PATIENCE):
-        loop.backward()
-        for parameter in loop.model.parameters():
-            subtracts(parameter, 0.01 * parameter.grad)
+        loop.descend(subtracts)
         if number % 5 == 4:
             loop.step()
     loop.watch.training_ended()
