@@ -143,13 +143,10 @@ class Run:
         gradient = worker.seen[message.table] - worker.rank
         if part.handling is Handling.DROP:
             self.dropped.append(message)
-        elif part.handling is Handling.BUFFER:
+        if part.handling is Handling.BUFFER or part.buffers:
             self.buffer.append(message)
             self.sums[message.table] += gradient
-        else:
-            if part.buffers:
-                self.buffer.append(message)
-                self.sums[message.table] += gradient
+        if part.handling is Handling.APPLY:
             self._step(part.scale, [message])
             self.weights[message.table] -= RATE * part.scale * gradient
 
