@@ -60,7 +60,7 @@ class Side:
         made = GradientRequest(*place, 1, self.progress, parts, self.client.settings(place), 5.0)
         return msgspec.structs.replace(made, **changed), bytearray(source.view)
 
-    def push(self, buffered: bool = False, scale: float = 1.0) -> None:
+    def push(self, buffered: bool = False) -> None:
         """Push all complete buckets to the shards."""
         for place in self.whole:
             request, content = self.request(place)
@@ -70,8 +70,19 @@ class Side:
             if buffered:
                 self.table_store.buffer(gradient)
             else:
-                self.table_store.apply(gradient, scale)
+                self.table_store.apply(gradient, 1.0)
         self.progress += 1
+
+    def train(self, gradients: Sequence[Tensor | None]) -> None:
+        """Compute one iteration's gradients, and push them."""
+        self.update(gradients)
+        self.push()
+
+    def saved(self) -> dict[str, Any]:
+        """Return the worker's state of a checkpoint."""
+        state = self.client.state_dict()
+        assert state is not None
+        return state
 
     def pull(self) -> None:
         """Pull all buckets into the model."""

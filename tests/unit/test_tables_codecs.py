@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import queue
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,12 +17,24 @@ from gossipx import codecs
 from gossipx.codecs import Tensors, decode
 from gossipx.codecs.changes import FULL, Changes, checksum
 from gossipx.errors import ProtocolError, UsageError
-from gossipx.protocol.effects import RequestedBucket
-from gossipx.protocol.server_messages import TablesReply
+from gossipx.protocol.effects import RequestedBucket, Send
+from gossipx.protocol.events import Event, Failed, Fault, Replied
+from gossipx.protocol.server_messages import TablesReply, TablesRequest
+from gossipx.runtime.driver.clock import DriverClock
+from gossipx.runtime.driver.outbox import Outbox
+from gossipx.runtime.driver.tables import TableWork
 from gossipx.server.placement import Bucket, Layout, Partition
-from gossipx.tables.coding import Coding
+from gossipx.tables.coding import Coding, PushEncoder
 
 SHAPES = ((20, 30), (7,), (0,), (40, 10))
+OTHER_LAYOUT = Layout(
+    (0, 1),
+    [
+        [Partition(3, 0, 150), Partition(0, 0, 600)],
+        [Partition(1, 0, 7), Partition(2, 0, 0), Partition(3, 150, 400)],
+    ],
+    [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]],
+)
 
 
 def normal(seed: int) -> list[Tensor]:
@@ -48,10 +62,14 @@ def table(here: Side, number: int = 0) -> Tensor:
     raise AssertionError("it is cut")
 
 
+def encoders(here: Side) -> list[PushEncoder]:
+    """Return the encoders of the buckets that were pushed, in order."""
+    return [made for one in here.client._buckets.values() if (made := one.push_encoder) is not None]
+
+
 def left(here: Side) -> Tensor:
     """Return the error feedback of the first table; zeros before the first push, and without error feedback."""
-    memory = next(iter(here.client._buckets.values()))
-    kept = {} if memory.push_encoder is None else memory.push_encoder.state.kept
+    kept = encoders(here)[0].state.kept if encoders(here) else {}
     return kept.get("error", torch.zeros(600))[:600].view(20, 30).clone()
 
 
@@ -87,11 +105,8 @@ def test_what_has_to_be_sent_again_is_the_same_frame() -> None:
 @pytest.mark.parametrize("spec", ["3lc", "localsteps:k=2"])
 def test_gradients_that_are_not_finite_leave_the_error_unchanged(spec: str) -> None:
     here = coded(push=spec, least=10**6)
-    here.update(normal(1))
-    here.push()
-    (memory, *_) = here.client._buckets.values()
-    assert memory.push_encoder is not None
-    before, was = memory.push_encoder.state.kept["error"].clone(), table(here).clone()
+    here.train(normal(1))
+    before, was = encoders(here)[0].state.kept["error"].clone(), table(here).clone()
     bad = normal(2)
     bad[0][3, 3] = float("nan")  # the bucket's other tables are skipped as well
     here.update(bad)
@@ -103,7 +118,7 @@ def test_gradients_that_are_not_finite_leave_the_error_unchanged(spec: str) -> N
     assert here.table_store.apply(gradient, 1.0) == 5
     assert torch.equal(table(here), was)
     assert len(before) > 600
-    assert torch.equal(memory.push_encoder.state.kept["error"], before)
+    assert torch.equal(encoders(here)[0].state.kept["error"], before)
 
 
 def test_an_invalid_frame_is_refused() -> None:
@@ -131,11 +146,8 @@ def test_an_invalid_frame_is_refused() -> None:
 def test_a_workers_error_feedback_is_restored() -> None:
     here, again = coded(push="3lc:1.75"), coded(push="3lc:1.75")
     for seed in range(3):
-        here.update(normal(seed))
-        here.push()
-    state = here.client.state_dict()
-    assert state is not None
-    again.client.load_state_dict(state)
+        here.train(normal(seed))
+    again.client.load_state_dict(here.saved())
     for one in (here, again):
         one.update(normal(9))
     place = here.whole[0]
@@ -143,22 +155,18 @@ def test_a_workers_error_feedback_is_restored() -> None:
 
 
 def test_a_resumed_run_with_another_codec_keeps_the_error(caplog: pytest.LogCaptureFixture) -> None:
-    here, other, without = coded(push="3lc:1.75"), coded(push="topk:ratio=0.1"), coded()
-    here.update(normal(1))
-    here.push()
-    state = here.client.state_dict()
-    assert state is not None
+    here, other = coded(push="3lc:1.75"), coded(push="topk:ratio=0.1")
+    here.train(normal(1))
+    state = here.saved()
     other.client.load_state_dict(state)
-    memories = [next(iter(one.client._buckets.values())) for one in (here, other)]
-    kept = [memory.push_encoder.state.kept["error"] for memory in memories if memory.push_encoder is not None]
-    assert torch.equal(*kept)
-    assert bool(kept[0].any())
-    without.client.load_state_dict(state)
-    assert "the error feedback of 3lc:sparsity=1.75 is lost: the codec none has none" in caplog.text
+    kept = [encoders(one)[0].state.kept["error"] for one in (here, other)]
+    assert torch.equal(*kept) and bool(kept[0].any())
+    for name, without in (("none", coded()), ("qsgd", coded(push="qsgd"))):
+        without.client.load_state_dict(state)
+        assert f"the error feedback of 3lc:sparsity=1.75 is lost: the codec {name} has none" in caplog.text
     with pytest.raises(UsageError, match="does not fit its bucket"):
-        coded(push="3lc", least=10**6, servers=1).client.load_state_dict(
-            {**state, "pushing": [{**state["pushing"][0], "kept": {"error": torch.zeros(3)}}]}
-        )
+        misfit = {**state["pushing"][0], "kept": {"error": torch.zeros(3)}}
+        coded(push="3lc", least=10**6, servers=1).client.load_state_dict({**state, "pushing": [misfit]})
 
 
 @pytest.mark.parametrize(
@@ -168,41 +176,24 @@ def test_a_resumed_run_with_another_codec_keeps_the_error(caplog: pytest.LogCapt
 def test_from_another_codec_only_the_error_is_restored(before: str, after: str) -> None:
     here, other = coded(push=before), coded(push=after)
     for seed in range(2):
-        here.update(normal(seed))
-        here.push()
-    state = here.client.state_dict()
-    assert state is not None
-    other.client.load_state_dict(state)
-    for one, memory in zip(here.client._buckets.values(), other.client._buckets.values(), strict=True):
-        assert one.push_encoder is not None and memory.push_encoder is not None
-        kept = [{**pushing.state.kept} for pushing in (one.push_encoder, memory.push_encoder)]
+        here.train(normal(seed))
+    other.client.load_state_dict(here.saved())
+    for one, again in zip(encoders(here), encoders(other), strict=True):
+        kept = [{**each.state.kept} for each in (one, again)]
         left = [each.get("error", each.get("gathered")) for each in kept]
         assert left[0] is not None and left[1] is not None
         assert torch.equal(*left) and (bool(left[0].any()) or not len(left[0]))
-        assert memory.push_encoder.state.frames == 0
+        assert again.state.frames == 0
         assert "velocity" not in kept[1] or not bool(kept[1]["velocity"].any())
-
-
-def test_an_error_that_the_next_codec_cannot_use_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    here, other = coded(push="3lc"), coded(push="qsgd")
-    here.update(normal(1))
-    here.push()
-    state = here.client.state_dict()
-    assert state is not None
-    other.client.load_state_dict(state)
-    assert "the error feedback of 3lc is lost: the codec qsgd has none" in caplog.text
 
 
 @pytest.mark.parametrize("spec", ["3lc", "3lc:1.75", "localsteps:k=9"])
 def test_a_checkpoint_after_a_change_of_servers_encodes_no_gradient_twice(spec: str) -> None:
     """A delivered gradient is not encoded into the error feedback again; a waiting one is encoded once."""
     here = coded(push=spec, servers=2, least=0)
-    shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
-    shards[1].append(Partition(3, 150, 400))
-    here.update(normal(1))
-    here.push()
+    here.train(normal(1))
     before = errors(here)
-    here.client.place(Layout((0, 1), shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]]), epoch=1)
+    here.client.place(OTHER_LAYOUT, epoch=1)
     assert here.client.state_dict() is not None
     after = errors(here)
     assert all(torch.equal(before[number], after[number]) for number in before)
@@ -217,24 +208,19 @@ def test_a_checkpoint_after_a_change_of_servers_encodes_no_gradient_twice(spec: 
 def test_errors_move_with_their_values() -> None:
     """Another layout: other cuts, and other servers."""
     here = coded(push="3lc", servers=2, least=0)
-    here.update(normal(1))
-    here.push()
+    here.train(normal(1))
     before = errors(here)
     assert sum(float(vector.abs().sum()) for vector in before.values()) > 0
-    shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
-    shards[1].append(Partition(3, 150, 400))
-    here.client.place(Layout((0, 1), shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]]), epoch=1)
+    here.client.place(OTHER_LAYOUT, epoch=1)
     after = errors(here)
     assert all(torch.equal(before[number], after[number]) for number in before)
-    encoders = [memory.push_encoder for memory in here.client._buckets.values()]
-    assert {one.state.frames for one in encoders if one is not None} == {1}, "so draws do not repeat"
+    assert {one.state.frames for one in encoders(here)} == {1}, "so draws do not repeat"
 
 
 def errors(here: Side) -> dict[int, Tensor]:
     made = {number: torch.zeros(int(torch.tensor(shape).prod())) for number, shape in enumerate(SHAPES)}
-    for memory in here.client._buckets.values():
-        assert memory.push_encoder is not None
-        for partition, vector in memory.push_encoder.split_vectors()["error"]:
+    for encoder in encoders(here):
+        for partition, vector in encoder.split_vectors()["error"]:
             made[partition.table][partition.start : partition.stop] = vector
     return made
 
@@ -255,8 +241,7 @@ def test_changes_bring_a_worker_close_and_both_sides_agree_on_its_values(spec: s
     start = table(here).clone()
     assert torch.equal(here.parameters[0], start)  # the first time it receives full values
     for seed in range(8):
-        here.update(normal(seed))
-        here.push()
+        here.train(normal(seed))
         here.pull()
     for place, memory in here.client._buckets.items():
         if memory.apply.view.nbytes:
@@ -273,8 +258,7 @@ def test_workers_with_the_same_values_are_given_the_same_frame() -> None:
     full = [encode(0, worker) for worker in range(4)]
     assert all(given.base == FULL for given in full)
     base = checksum(here.stores[0].buckets[0].served)
-    here.update(normal(1))
-    here.push()
+    here.train(normal(1))
     given = [encode(0, worker, base) for worker in range(4)]
     assert {id(one.source.view.obj) for one in given} == {id(given[0].source.view.obj)}
     assert all(one.base == base for one in given)
@@ -288,8 +272,7 @@ def test_workers_may_have_different_values() -> None:
     for worker in range(3):
         encode(0, worker)
         bases[worker] = checksum(here.stores[0].buckets[0].served)
-        here.update(normal(worker))
-        here.push()
+        here.train(normal(worker))
     assert len(set(bases.values())) == 3
     given = [encode(0, worker, base) for worker, base in bases.items()]
     assert [one.base for one in given] == list(bases.values())
@@ -355,13 +338,9 @@ def test_partial_and_duplicate_replies_change_nothing() -> None:
     here = coded(pull="3lc")
     here.pull()
     memory, base = here.client._buckets[0, 0], here.client.base((0, 0))
-    here.update(normal(1))
-    here.push()
+    here.train(normal(1))
     before = bytes(memory.apply.view)
-    full, change = (
-        here.table_store.encode(RequestedBucket(0, 0)),
-        here.table_store.encode(RequestedBucket(0, 0, base=base)),
-    )
+    full, change = (here.table_store.encode(RequestedBucket(0, 0, base=of)) for of in (FULL, base))
     for given in (full, change):
         here.client.sink((0, 0)).fit(TablesReply(0, given.parts, base=given.base)).take(0, given.source.view[:10])
     assert (bytes(memory.apply.view), here.client.base((0, 0))) == (before, base)  # the connection was lost
@@ -377,10 +356,68 @@ def test_pulls_lose_nothing_for_good() -> None:
     """The next frame contains what one leaves out: a worker reaches the table's values without further steps."""
     here = coded(pull="3lc:1.0")
     here.pull()
-    here.update(normal(1))
-    here.push()
+    here.train(normal(1))
     off = []
     for _ in range(30):
         here.pull()
         off.append(float((here.parameters[0].detach() - table(here)).norm()))
     assert off[-1] < 1e-3 * off[0]
+
+
+# --- replies that cannot be decoded: training continues, and the request is retried ----------------
+
+
+class Comm:
+    """A CommManager stub that stores requests, for the test to answer."""
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[tuple[Any, Any, Any]] = queue.Queue()
+
+    def request(self, to: int, request: Any, deadline: float, payload: Any, done: Any, upload: Any) -> Any:
+        self.sent.put((request, payload, done))
+        return lambda: None
+
+
+def damaged(content: bytearray) -> bytearray:
+    content[-1] ^= 1
+    return content
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -> None:
+    tables = [torch.randn(20, 30, generator=torch.Generator().manual_seed(1))]
+    here: Side = side(tables, servers=1, coding=Coding(pull=codecs.parse("3lc"), shapes=((20, 30),)))
+    here.pull()
+    here.train([torch.ones(20, 30)])
+    events: list[Event] = []
+    notes: list[str] = []
+    failures: list[Exception] = []
+    outbox = Outbox(0, DriverClock(), events.append, lambda _, text: notes.append(text), failures.append)
+    work = TableWork(0, DriverClock(), outbox, events.append, reply=lambda *_: None)
+    comm = Comm()
+    outbox.comm, work.store = comm, here.table_store  # type: ignore[assignment]
+    try:
+        send = Send(7, 1, TablesRequest(0, 0, 1, 1, 0.0, 5.0), 1e9)
+        work.expect(send)
+        work.send(send)
+        told, sink, done = comm.sent.get(timeout=30)
+        base = here.client.base((0, 0))
+        assert told.base == base != FULL
+        given = here.table_store.encode(RequestedBucket(0, 0, base=base))
+        content, before = bytearray(given.source.view), here.client._buckets[0, 0].apply.view.tobytes()
+        reply = TablesReply(0, given.parts, base=given.base)
+        sink.fit(reply).take(0, memoryview(damaged(content) if damage else content))
+        done(reply)
+    finally:
+        outbox.close()
+        work.close()
+    assert not failures
+    assert here.client._buckets[0, 0].apply.view.tobytes() == before  # until the role decides what happens next
+    if damage:
+        assert events == [Failed(7, Fault.PROTOCOL)]
+        assert "pulled tables cannot be decoded, the pull is retried: a codec's frame does not match" in notes[0]
+        assert here.client.base((0, 0)) == FULL  # the next ones are sent in full
+    else:
+        assert events == [Replied(7, reply)] and not notes
+        work.fetched(7)
+        assert here.client._buckets[0, 0].apply.view.tobytes() != before
