@@ -5,27 +5,22 @@ FluentPS, Algorithm 1 and Table III; Modularized Parameter Server, Algorithm 1; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import served
 import torch
-from seeds import seeds, some
+from seeds import some
+from served import models
 from torch import Tensor
 from transcripts import LoggedWorld
 
-from gossipx.assembly.server import Parts
 from gossipx.optimizers import LARS
-from gossipx.server.sync_models import Drop
 from gossipx.sim import Network
 
-
-def models(made: LoggedWorld) -> Tensor:
-    return torch.stack([served.values(peer.module) for peer in made.peers.values()])
-
-
 OPTIMIZERS: dict[str, served.Optimizer] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "sgd": served.plain,
     "momentum": served.sgd,
     "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.8, nesterov=True),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -43,14 +38,6 @@ def test_bsp_is_one_process_on_the_joined_batch(name: str) -> None:
     assert served.clocks(made) == {0: served.ITERATIONS, 1: served.ITERATIONS}
 
 
-@pytest.mark.parametrize("placed", ["range", "greedy", "uniform", "round-robin", "heuristic", "sliced"])
-@pytest.mark.parametrize("bucket", some([0, 100, 10**6], 100))
-def test_placement_and_buckets_change_no_result(placed: str, bucket: int) -> None:
-    options: dict[str, Any] = {"servers": "0,1,2", "placement": placed, "bucket": bucket}
-    made = served.ended(served.world(3, **options))
-    torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("only", [True, False])
 def test_servers_alone_or_training_and_with_a_barrier_of_all_shards(overlap: bool, only: bool) -> None:
@@ -65,43 +52,30 @@ def test_more_servers_than_tables() -> None:
     torch.testing.assert_close(models(made), served.joined(range(8)).expand(8, -1), rtol=1e-9, atol=1e-9)
 
 
-def log_of(made: LoggedWorld) -> list[tuple[int, str]]:
-    return [(entry.rank, entry.what) for entry in made.log]
+Gradients = dict[str, Tensor]
 
 
-PLAIN: served.Optimizer = OPTIMIZERS["sgd"]
+def followed(made: LoggedWorld, used: Callable[[int, Gradients, dict[int, int]], Gradients]) -> Tensor:
+    """Return the values after the steps of a run's log, carried out one after the other in one process.
 
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"sync": "ssp:staleness=0", "apply": "tick"}, {"sync": "bsp"}),
-        ({"sync": "ssp:staleness=inf"}, {"sync": "asp"}),
-        ({"sync": "pssp:staleness=2,p=1"}, {"sync": "ssp:staleness=2"}),
-        ({"sync": "pssp:staleness=2,p=0"}, {"sync": "asp"}),
-        ({"sync": "hybrid:fixed=1"}, {"sync": "asp", "apply": "each"}),
-        ({"sync": "hybrid:fixed=4,wait=true"}, {"sync": "bsp"}),
-        ({"parts": Parts(sync=Drop(4))}, {"sync": "bsp"}),
-    ],
-)
-@pytest.mark.parametrize("pulls", some(["lazy", "soft"], "lazy"))
-@pytest.mark.parametrize("seed", seeds(3))
-def test_equal_models(one: dict[str, Any], other: dict[str, Any], pulls: str, seed: int) -> None:
-    """Equal clocks, equal pulls answered at equal times, and equal parameters, for plain SGD.
-
-    A push is one message here. If a push of several messages is applied at once, its first parts are applied before the
-    rest arrives.
+    Args:
+        made: a run in which each push is applied as it comes.
+        used: returns the gradients to apply, of a worker, those of its batch, and how many batches each has done.
     """
-    slow = {0: 1.0, 1: 1.3 + seed / 7, 2: 2.9, 3: 0.6}
-    worlds = [
-        served.ended(
-            served.world(4, seed, Network(delay=0.02), slow, optimizer=PLAIN, pulls=pulls, bucket=10**6, **given)
-        )
-        for given in (one, other)
-    ]
-    assert log_of(worlds[0]) == log_of(worlds[1])
-    assert served.clocks(worlds[0]) == served.clocks(worlds[1])
-    torch.testing.assert_close(models(worlds[0]), models(worlds[1]), rtol=1e-12, atol=1e-12)
+    module, own = served.Net(), {rank: served.Net() for rank in made.peers}
+    optimizer = served.plain(module.parameters())
+    done = dict.fromkeys(own, 0)
+    for entry in made.log:
+        if entry.what.startswith("step "):
+            rank = entry.rank
+            served.gradients(own[rank], [served.batch(rank, done[rank])])
+            done[rank] += 1
+            found = {name: one.grad.clone() for name, one in own[rank].named_parameters() if one.grad is not None}
+            for name, gradient in used(rank, found, done).items():
+                module.get_parameter(name).grad = gradient
+            optimizer.step()
+            own[rank].load_state_dict(module.state_dict())
+    return served.values(module)
 
 
 def test_asp_applies_each_push_by_its_share_as_it_comes() -> None:
@@ -109,22 +83,13 @@ def test_asp_applies_each_push_by_its_share_as_it_comes() -> None:
 
     N counts the training workers: after the first has finished, the other's gradients are unscaled.
     """
-    made = served.ended(served.world(2, servers="0", optimizer=PLAIN, sync="asp", slow={1: 2.3}, bucket=10**6))
-    module = served.Net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    own = {rank: served.Net() for rank in range(2)}
-    pushed = dict.fromkeys(range(2), 0)
-    for entry in made.log:
-        if entry.what.startswith("step "):
-            rank = entry.rank
-            served.gradients(own[rank], [served.batch(rank, pushed[rank])])
-            pushed[rank] += 1
-            share = 1 / 2 if rank == 0 or pushed[0] < served.ITERATIONS else 1
-            for there, here in zip(module.parameters(), own[rank].parameters(), strict=True):
-                there.grad = None if here.grad is None else share * here.grad
-            optimizer.step()
-            own[rank].load_state_dict(module.state_dict())
-    torch.testing.assert_close(models(made), served.values(module).expand(2, -1), rtol=1e-9, atol=1e-9)
+
+    def share(rank: int, found: Gradients, done: dict[int, int]) -> Gradients:
+        both = rank == 0 or done[0] < served.ITERATIONS
+        return {name: one / (2 if both else 1) for name, one in found.items()}
+
+    made = served.ended(served.world(2, servers="0", optimizer=served.plain, sync="asp", slow={1: 2.3}, bucket=10**6))
+    torch.testing.assert_close(models(made), followed(made, share).expand(2, -1), rtol=1e-9, atol=1e-9)
 
 
 def test_hybrid_applies_gradients_at_once_and_with_the_buffer() -> None:
@@ -132,27 +97,19 @@ def test_hybrid_applies_gradients_at_once_and_with_the_buffer() -> None:
 
     After the first worker has finished, K is 1.
     """
-    sync = "hybrid:fixed=2,at_once=true"
-    made = served.ended(served.world(2, servers="0", optimizer=PLAIN, sync=sync, slow={1: 2.3}, bucket=10**6))
-    module = served.Net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    own = {rank: served.Net() for rank in range(2)}
-    pushed = dict.fromkeys(range(2), 0)
-    held: list[dict[str, torch.Tensor]] = []
-    for entry in made.log:
-        if entry.what.startswith("step "):
-            rank = entry.rank
-            served.gradients(own[rank], [served.batch(rank, pushed[rank])])
-            pushed[rank] += 1
-            held.append({name: one.grad.clone() for name, one in own[rank].named_parameters() if one.grad is not None})
-            completes = len(held) == 2 or (pushed[0] == served.ITERATIONS and rank == 1)
-            used = held if completes else held[-1:]
-            for name in held[0]:
-                module.get_parameter(name).grad = torch.stack([one[name] for one in used]).mean(0)
-            held = [] if completes else held
-            optimizer.step()
-            own[rank].load_state_dict(module.state_dict())
-    torch.testing.assert_close(models(made), served.values(module).expand(2, -1), rtol=1e-9, atol=1e-9)
+    held: list[Gradients] = []
+
+    def alone_or_mean(rank: int, found: Gradients, done: dict[int, int]) -> Gradients:
+        held.append(found)
+        completes = len(held) == 2 or (done[0] == served.ITERATIONS and rank == 1)
+        used = held[:] if completes else [found]
+        if completes:
+            held.clear()
+        return {name: torch.stack([one[name] for one in used]).mean(0) for name in found}
+
+    options: dict[str, Any] = {"optimizer": served.plain, "sync": "hybrid:fixed=2,at_once=true"}
+    made = served.ended(served.world(2, servers="0", slow={1: 2.3}, bucket=10**6, **options))
+    torch.testing.assert_close(models(made), followed(made, alone_or_mean).expand(2, -1), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("seed", some(range(4), 2))
@@ -165,50 +122,28 @@ def test_hybrid_grows_from_asynchronous_to_synchronous(wait: str, seed: int) -> 
     """
     sync = f"hybrid:step=6,wait={wait}"
     network = Network(delay=0.05, jitter=0.5)
-    options: dict[str, Any] = {"optimizer": PLAIN, "sync": sync, "iterations": 20, "bucket": 10**6}
+    options: dict[str, Any] = {"optimizer": served.plain, "sync": sync, "iterations": 20, "bucket": 10**6}
     slow = {1: 1.01, 2: 1.02, 3: 1.03}
     made = served.ended(served.world(4, seed, network, slow, servers="0", **options))
     torch.testing.assert_close(models(made), models(made)[:1].expand(4, -1), rtol=0, atol=0)
-    clock = made.peers[0].role.exchange.shards[0].clock  # type: ignore[union-attr]
+    clock = served.shards(made)[0].clock
     assert clock.buffered == 0 and clock.counts.applied == clock.counts.gradients == 4 * 20
     assert wait == "true" or clock.counts.delayed == 0
 
 
 def test_ssp_limits_the_lead_to_its_staleness() -> None:
     made = served.ended(served.world(3, sync="ssp:staleness=2", pulls="soft", slow={2: 5.0}))
-    done = dict.fromkeys(range(3), 0)
-    for entry in made.log:
-        if entry.what.startswith("step "):
-            done[entry.rank] += 1
-            # A worker that computes iteration i (from 0) had its pull of i − 1 answered: i − 1 < V_train + s.
-            assert done[entry.rank] - 2 < done[2] + 2 or entry.rank == 2
+    served.check_lead(made, 2, slowest=2)
     assert max(peer.blocked_seconds for peer in made.peers.values()) > 10
 
 
 def test_drop_continues_without_the_slowest() -> None:
     """N_t = 2 of 3: the straggler's late gradients are dropped, and it continues at the clock."""
     made = served.ended(served.world(3, sync="drop:n=2", slow={2: 2.6}))
-    exchange = made.peers[0].role.exchange
-    shard = exchange.shards[0]  # type: ignore[union-attr]
-    assert shard.clock.counts.late > 0
-    assert shard.clock.clock >= served.ITERATIONS
+    clock = served.shards(made)[0].clock
+    assert clock.counts.late > 0
+    assert clock.clock >= served.ITERATIONS
     assert made.peers[0].blocked_seconds < 3
-
-
-@pytest.mark.parametrize(
-    "sync",
-    [
-        "bsp",
-        "ssp:staleness=2",
-        "drop:n=2",
-        "hybrid:step=5",
-        "dsps",
-        "pssp:staleness=1,p=0.5",
-    ],
-)
-def test_shards_may_have_different_models(sync: str) -> None:
-    made = served.ended(served.world(3, servers="0,1", sync=f"{sync}|asp", slow={2: 2.2}))
-    assert torch.isfinite(models(made)).all()
 
 
 def test_settings_of_the_optimizer_follow_the_loop() -> None:
@@ -223,14 +158,14 @@ def test_settings_of_the_optimizer_follow_the_loop() -> None:
 
     def worker(rank: int) -> Any:
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            optimizers[rank] = PLAIN(parameters)
+            optimizers[rank] = served.plain(parameters)
             return optimizers[rank]
 
         peer = served.make(rank, 2, optimizer=optimizer)
         peer._gradient_step = step
         return peer
 
-    made = served.world(2, optimizer=PLAIN)
+    made = served.world(2, optimizer=served.plain)
     made._makers = {rank: (lambda n, rank=rank: worker(rank)) for rank in range(2)}  # type: ignore[misc]
     served.ended(made)
     module = served.Net()

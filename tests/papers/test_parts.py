@@ -1,7 +1,7 @@
 """Each part of the parameter server replaced alone, and Code 4.1 to 4.4 as users write them.
 
-Modularized Parameter Server, chapter 4. In virtual time, with the same roles and tables as in real processes. The
-examples are in tests/examples.
+Modularized Parameter Server, chapter 4 and Figure 2.3d. In virtual time, with the same roles and tables as in real
+processes, in which tests/e2e/test_modular.py runs all of them together. The examples are in tests/examples.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import pytest
 import served
 import squares
 import torch
+from adaptive import AdaptiveConsistency
 from round_robin import RoundRobinPlacement
 from seeds import seeds, some
+from served import models
 from stale import SSPConsistency
 from top_percent import TopServerStorage, TopTransmitBuffer
 from torch import Tensor, nn
@@ -41,22 +43,16 @@ from gossipx.parts import (
     WorkerStorage,
     raw,
 )
-from gossipx.server.mode import ServerMode
+from gossipx.protocol.events import Received
+from gossipx.protocol.server_messages import GradientRequest, TablesRequest
+from gossipx.server.sync_models import ASP
 from gossipx.sim import Network
 
 HOUSE = Path(__file__).parents[2]
 
 
-def plain(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def models(made: LoggedWorld) -> Tensor:
-    return torch.stack([served.values(peer.module) for peer in made.peers.values()])
-
-
 def run(parts: Parts, size: int = 3, **options: Any) -> LoggedWorld:
-    given = {"servers": "0,1", "placement": "uniform", "optimizer": plain, **options}
+    given = {"servers": "0,1", "placement": "uniform", "optimizer": served.plain, **options}
     return served.ended(served.world(size, parts=parts, **given))
 
 
@@ -232,7 +228,7 @@ def test_top_one_percent_is_error_feedback_over_the_largest() -> None:
             return encoded
 
     parts = Parts(storages=Storages(transmit=Noting, server=TopServerStorage))
-    made = served.ended(served.world(1, parts=parts, module=Wide, optimizer=plain))
+    made = served.ended(served.world(1, parts=parts, module=Wide, optimizer=served.plain))
     here = Wide()
     left = torch.zeros(served.FEATURES * 300, dtype=torch.float64)
     for iteration in range(served.ITERATIONS):
@@ -248,44 +244,115 @@ def test_top_one_percent_is_error_feedback_over_the_largest() -> None:
     assert sent == [15 * (8 + 4)] * served.ITERATIONS
 
 
-# --- Code 4.4: SSP --------------------------------------------------------------------------------------------
+# --- Code 4.4: SSP, and controllers that decide when workers push and pull ------------------------------------
 
 
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize("staleness", some([0, 1, 3, 5], 3))
-def test_custom_ssp_pulls_only_stale_tables_and_limits_the_lead(staleness: int, pulls: str) -> None:
-    made = run(
-        Parts(sync=SSPConsistency(staleness)),
-        network=Network(delay=0.01),
-        pulls=pulls,
-        slow={2: 3.0},
-        iterations=24,
-        bucket=0,
-    )
-    done = dict.fromkeys(range(3), 0)
-    for entry in made.log:
-        if entry.what.startswith("step "):
-            done[entry.rank] += 1
-            # A worker that computes iteration i (from 0) has tables of a clock above i − 1 − s.
-            assert done[entry.rank] - 2 < done[2] + staleness or entry.rank == 2
-    for peer in made.peers.values():
-        assert isinstance(peer.role.exchange, ServerMode)
-        for shard in peer.role.exchange.shards.values():
-            assert shard.clock.clock == 24 and shard.clock.counts.gradients == 3 * 24
-            # Tables fetched at clock c are valid up to iteration c + s.
-            assert shard.clock.counts.pulls <= 3 * 24 and (staleness < 3 or shard.clock.counts.pulls <= 2 * 24)
+@pytest.mark.parametrize("controller", [SSPConsistency, AdaptiveConsistency])
+def test_ssp_that_exchanges_only_stale_tables_limits_the_lead(
+    controller: type[SyncModel], staleness: int, pulls: str
+) -> None:
+    """Code 4.4: pulls from the servers if min < iteration − s; AdaptiveConsistency pushes to them only then, too."""
+    options: dict[str, Any] = {"network": Network(delay=0.01), "slow": {2: 3.0}, "iterations": 24, "bucket": 0}
+    made = run(Parts(sync=controller(staleness)), pulls=pulls, **options)
+    served.check_lead(made, staleness, slowest=2)
+    for shard in served.shards(made).values():
+        counts = shard.clock.counts
+        assert shard.clock.clock == 24 and counts.gradients == counts.applied
+        # Tables fetched at clock c are valid up to iteration c + s.
+        assert counts.pulls <= 3 * 24 and (staleness < 3 or counts.pulls <= 2 * 24)
+        if controller is SSPConsistency:
+            assert counts.gradients == 3 * 24
+        else:  # only a worker's last push has no pull after it
+            assert counts.pulls <= counts.gradients <= counts.pulls + 3
     assert torch.isfinite(models(made)).all()
 
 
 @dataclasses.dataclass(frozen=True)
-class Seldom(SyncModel):
-    """Pulls after every third iteration, and no worker waits."""
+class EveryThird(SyncModel):
+    """Pushes in every third iteration, and no worker waits."""
 
-    def fetches(self, progress: int, fetched: int) -> bool:
+    def pushes(self, progress: int, fetched: int) -> bool:
         return progress % 3 == 2
 
     def may_pull(self, state: Any, view: Any, pull: Any) -> bool:
         return True
+
+
+@dataclasses.dataclass(frozen=True)
+class PullsSeldom(EveryThird):
+    """Pushes always, and pulls after every third iteration."""
+
+    def pushes(self, progress: int, fetched: int) -> bool:
+        return True
+
+    def fetches(self, progress: int, fetched: int) -> bool:
+        return progress % 3 == 2
+
+
+def exchanges(made: LoggedWorld) -> list[tuple[str, int, int]]:
+    """Return the list to which the pushes and pulls that reach peer 0 are added: what, worker and iteration."""
+    made.run(0.0)
+    role = made.peers[0].role
+    handle, seen = role.handle, []
+
+    def observed(event: Any, now: float) -> Any:
+        if isinstance(event, Received) and isinstance(event.request, GradientRequest | TablesRequest):
+            what = "push" if isinstance(event.request, GradientRequest) else "pull"
+            seen.append((what, event.sender, event.request.progress))
+        return handle(event, now)
+
+    role.handle = observed  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_workers_send_and_request_only_when_a_criterion_is_met(overlap: bool) -> None:
+    """Section 2.3.2, Figure 2.3d: "send and request data only when some criteria are met". Figure 2.3b does so always.
+
+    The iterations of each worker's pushes and pulls; the last push is the rest at the end of training, and the last
+    pull is of the final values. Without overlap a worker also asks first whether the shard would answer.
+    """
+    expected = {
+        EveryThird(): ([2, 5, 8, 11, 13], [2, 5, 8, 11]),  # Figure 2.3d
+        PullsSeldom(): ([*range(14)], [2, 5, 8, 11]),
+        ASP(): ([*range(14)], [*range(14)]),  # Figure 2.3b
+    }
+    for sync, (pushes, pulls) in expected.items():
+        made = served.world(
+            *(3, 0, Network(delay=0.05), {2: 2.3}),
+            servers="0",
+            bucket=10**6,
+            iterations=14,
+            overlap=overlap,
+            parts=Parts(sync=sync),
+        )
+        seen = exchanges(made)
+        served.ended(made)
+        for worker in range(3):
+            assert [i for what, rank, i in seen if (what, rank) == ("push", worker)] == pushes
+            got = [i for what, rank, i in seen if (what, rank) == ("pull", worker) and i >= 0]
+            assert got == sorted(pulls * (1 if overlap else 2))
+
+
+@pytest.mark.parametrize("iterations", [12, 13, 14])
+def test_gradients_gather_until_the_push(iterations: int) -> None:
+    """Code 4.4: exactly, for one worker. Three gradients at one point are one step with their sum."""
+    options: dict[str, Any] = {"servers": "0", "optimizer": served.plain, "apply": "each", "iterations": iterations}
+    made = served.ended(served.world(1, parts=Parts(sync=EveryThird()), **options))
+    here = served.Net()
+    gathered = [torch.zeros_like(one) for one in here.parameters()]
+    for iteration in range(iterations):
+        served.gradients(here, [served.batch(0, iteration)])
+        for one, total in zip(here.parameters(), gathered, strict=True):
+            total += 0 if one.grad is None else one.grad
+        if iteration % 3 == 2 or iteration == iterations - 1:
+            with torch.no_grad():
+                for one, total in zip(here.parameters(), gathered, strict=True):
+                    one -= 0.1 * total
+                    total.zero_()
+    torch.testing.assert_close(models(made)[0], served.values(here), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -293,22 +360,22 @@ class Seldom(SyncModel):
 def test_a_worker_that_does_not_pull_loses_no_gradient(overlap: bool, seed: int) -> None:
     """A push must arrive before the next one, over a network slower than the worker's steps."""
     made = run(
-        Parts(sync=Seldom()),
+        Parts(sync=PullsSeldom()),
         seed=seed,
         network=Network(delay=0.4),
         overlap=overlap,
         bucket=0,
         iterations=18,
     )
-    for peer in made.peers.values():
-        assert isinstance(peer.role.exchange, ServerMode)
-        for shard in peer.role.exchange.shards.values():
-            assert shard.clock.counts.gradients == 3 * 18 and shard.clock.counts.pulls == 3 * 18 / 3
+    for shard in served.shards(made).values():
+        assert shard.clock.counts.gradients == 3 * 18 and shard.clock.counts.pulls == 3 * 18 / 3
 
 
 def test_one_worker_that_seldom_pulls_computes_on_what_it_has() -> None:
     """Exactly: three gradients at one point, applied one after the other, then the next point."""
-    made = served.ended(served.world(1, servers="0", optimizer=plain, parts=Parts(sync=Seldom()), apply="each"))
+    made = served.ended(
+        served.world(1, servers="0", optimizer=served.plain, parts=Parts(sync=PullsSeldom()), apply="each")
+    )
     there, here = served.Net(), served.Net()
     for iteration in range(served.ITERATIONS):
         served.gradients(here, [served.batch(0, iteration)])
@@ -325,35 +392,52 @@ def test_one_worker_that_seldom_pulls_computes_on_what_it_has() -> None:
 def test_after_a_switch_workers_pull_as_the_new_model_says(workers: int) -> None:
     """They learn of it with the next tables that they receive: of iteration 5."""
     iterations = 18
-    made = served.world(workers, parts=Parts(sync=Seldom()), servers="0", iterations=iterations)
+    made = served.world(workers, parts=Parts(sync=PullsSeldom()), servers="0", iterations=iterations)
     made.switch_sync(0, 5.5, "asp")
     served.ended(made)
-    assert isinstance(made.peers[0].role.exchange, ServerMode)
-    clock = made.peers[0].role.exchange.shards[0].clock
+    clock = served.shards(made)[0].clock
     assert clock.epoch == 1 and clock.counts.pulls == workers * (2 + iterations - 6)
 
 
-# --- combinations ---------------------------------------------------------------------------------------------
+def constant(peer: Any) -> None:
+    """Compute a gradient of ones."""
+    for parameter in peer.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
 
 
-def test_code_4_1_to_4_4_together() -> None:
-    """The paper's use case (section 4.2)."""
-    parts = Parts(
-        RoundRobinPlacement(), SSPConsistency(2), Storages(transmit=TopTransmitBuffer, server=TopServerStorage)
-    )
-    made = run(parts, slow={1: 2.0})
-    expected = models(made)[:1].expand(3, -1)
-    assert torch.isfinite(expected).all() and torch.equal(models(made), expected)
+@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("change", ["servers", "sync", "both"])
+def test_no_gathered_gradient_is_lost_or_counted_twice(change: str, seed: int) -> None:
+    """The servers or the sync model change while gradients gather, at workers with different iterations."""
+    options: dict[str, Any] = {"optimizer": served.plain, "apply": "each", "iterations": 20, "min_peers": 2}
+    slow = {1: 1.3, 2: 0.4 + 0.3 * seed}
+    made = served.world(3, seed, Network(delay=0.05), slow, servers="0,1", parts=Parts(sync=EveryThird()), **options)
+    made.run(0.0)
+    for peer in made.peers.values():
+        peer._gradient_step = constant
+    if change != "sync":
+        made.change_servers(0, 4.2 + seed, [2])
+    if change != "servers":
+        made.switch_sync(0, 11.0 + seed, "asp", apply="each")
+    served.ended(made)
+    there = served.Net()
+    with torch.no_grad():
+        for parameter in there.parameters():
+            parameter -= 0.1 * 3 * 20
+    torch.testing.assert_close(models(made), served.values(there).expand(3, -1), rtol=1e-9, atol=1e-9)
+    if change != "sync":
+        assert made.peers[2].role.exchange.shards, "the servers were changed"  # type: ignore[union-attr]
+
+
+# --- another growth of Hybrid, and the documentation ----------------------------------------------------------
 
 
 def test_a_custom_growth_function() -> None:
     """Hybrid Approach, section 9: "different monotonically increasing functions can also be used"."""
     made = run(squares.parts)
     assert torch.isfinite(models(made)).all()
-    for peer in made.peers.values():
-        assert isinstance(peer.role.exchange, ServerMode)
-        for shard in peer.role.exchange.shards.values():
-            assert shard.clock.model == squares.parts.sync and shard.clock.counts.gradients == 3 * served.ITERATIONS
+    for shard in served.shards(made).values():
+        assert shard.clock.model == squares.parts.sync and shard.clock.counts.gradients == 3 * served.ITERATIONS
     assert isinstance(squares.parts.sync, Hybrid)
     assert [squares.parts.sync.threshold(View(0, 0, 3, 0, 0, 0, n)) for n in (1, 4, 9, 36)] == [1, 2, 3, 3]
 

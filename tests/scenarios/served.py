@@ -17,6 +17,7 @@ from gossipx.assembly.server import Parts, serve
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
 from gossipx.server.mode import ServerMode
+from gossipx.server.shard import Shard
 from gossipx.settings import files
 from gossipx.sim import Network, SimPeer
 from gossipx.sync import SyncManager
@@ -63,6 +64,10 @@ Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def make(
@@ -135,6 +140,11 @@ def values(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
 
 
+def models(made: LoggedWorld) -> Tensor:
+    """Return the parameters of all peers, a row each."""
+    return torch.stack([values(peer.module) for peer in made.peers.values()])
+
+
 def joined(workers: Sequence[int], iterations: int = ITERATIONS, optimizer: Optimizer = sgd) -> Tensor:
     """Return the result of one process that trains on all workers' batches."""
     module = Net()
@@ -152,10 +162,25 @@ def ended(made: LoggedWorld, limit: float = 1000.0) -> LoggedWorld:
     return toy.ended(made, limit)
 
 
-def clocks(made: LoggedWorld) -> dict[int, int]:
-    """Return V_train of each shard."""
-    found = {}
+def shards(made: LoggedWorld) -> dict[int, Shard]:
+    """Return all shards, by their indices."""
+    found: dict[int, Shard] = {}
     for peer in made.peers.values():
         assert isinstance(peer.role.exchange, ServerMode)
-        found.update({index: shard.clock.clock for index, shard in peer.role.exchange.shards.items()})
+        found |= peer.role.exchange.shards
     return found
+
+
+def clocks(made: LoggedWorld) -> dict[int, int]:
+    """Return V_train of each shard."""
+    return {index: shard.clock.clock for index, shard in shards(made).items()}
+
+
+def check_lead(made: LoggedWorld, staleness: int, slowest: int) -> None:
+    """Check that no worker was further ahead of the slowest than SSP allows."""
+    done = dict.fromkeys(made.peers, 0)
+    for entry in made.log:
+        if entry.what.startswith("step "):
+            done[entry.rank] += 1
+            # A worker that computes iteration i (from 0) has tables of a clock above i − 1 − s.
+            assert done[entry.rank] - 2 < done[slowest] + staleness or entry.rank == slowest
