@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from toy import Point, bound, ended, maker, models, sgd, world
 from transcripts import LoggedWorld
 
-from gossipx import outer
 from gossipx.sim import Network
 
 PAIRS: dict[str, Any] = {"mode": "pushpull"}
@@ -115,39 +113,6 @@ def one_step(peer: Any) -> None:
     next(peer.module.parameters()).data.add_(float(peer.rank + 1))
 
 
-def rounds_to(accuracy: float, spectrum: torch.Tensor, alpha: float, gamma: float) -> int:
-    """Return the number of exchanges until all modes of y ← y − α λ y + γ (y_t − y_{t−1}) are below ``accuracy``."""
-    rule = outer.Momentum(gamma)
-    theta, kept = torch.ones_like(spectrum), [torch.empty_like(spectrum)]
-    for done in range(1, 100_000):
-        y = theta.clone()
-        theta = y - alpha * spectrum * y
-        (rule.step if done > 1 else rule.begin)(y, theta, kept)
-        if float(theta.abs().max()) < accuracy:
-            return done
-    raise AssertionError("it does not converge")
-
-
-@pytest.mark.parametrize("size", [8, 16, 32])
-def test_momentum_needs_sqrt_chi_exchanges_in_place_of_chi(size: int):
-    """Agreement over a ring is a quadratic with the ring Laplacian's spectrum, 2 − 2 cos(2πk/N), condition number χ.
-
-    The best fixed α without momentum contracts by (χ − 1)/(χ + 1) per exchange. With α = 4/(√L + √μ)² and
-    γ = ((√χ − 1)/(√χ + 1))² it is (√χ − 1)/(√χ + 1) (Polyak 1964; GASLoC's accelerated rate).
-    """
-    eigenvalues = 2 - 2 * torch.cos(2 * math.pi * torch.arange(1, size, dtype=torch.float64) / size)
-    low, high = float(eigenvalues.min()), float(eigenvalues.max())
-    root = math.sqrt(high / low)
-    plain = rounds_to(1e-6, eigenvalues, 2 / (low + high), 0.0)
-    momentum = ((root - 1) / (root + 1)) ** 2
-    fast = rounds_to(1e-6, eigenvalues, 4 / (math.sqrt(low) + math.sqrt(high)) ** 2, momentum)
-    assert plain == pytest.approx(math.log(1e6) / math.log((root**2 + 1) / (root**2 - 1)), rel=0.02)
-    # Two equal roots make the error t · rate^t: some more exchanges than the rate alone says.
-    theory = math.log(1e6) / math.log((root + 1) / (root - 1))
-    assert theory <= fast <= 1.5 * theory
-    assert plain / fast > root / 3.5
-
-
 # --- DiLoCo (arXiv:2311.08105, Algorithm 1) ------------------------------------------------------------
 
 
@@ -175,11 +140,3 @@ def test_waves_with_nesterov_are_diloco_bit_for_bit(size: int, lr: float, moment
     expected = diloco(size, rounds, period, lr, momentum)
     for rank in range(size):
         assert torch.equal(models(made, [rank])[0].float(), expected), f"peer {rank}"
-
-
-def test_an_outer_learning_rate_of_one_without_momentum_is_plain_averaging():
-    options = {"policy": "tau:5", "iterations": 20, "finish": "none", "blocking": True, "exchange": "waves"}
-    plain, made = (
-        ended(world(4, across=one, **options), bound(4, waits=8)) for one in ("none", "nesterov:1,momentum=0")
-    )
-    torch.testing.assert_close(models(made), models(plain), rtol=1e-6, atol=1e-6)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from encoded import normal
+from encoded import framed, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -239,12 +239,9 @@ def test_a_byte_holds_five_trits_and_a_run_up_to_fourteen_bytes() -> None:
 @pytest.mark.parametrize("residual", [0.3, 0.1, 0.01])
 def test_residual_is_the_norm_that_passes_leave_at_most(residual: float, sparsity: float) -> None:
     x = torch.cat((normal(5000), normal(700) * 100))
-    codec = codecs.parse(f"3lc:sparsity={sparsity},residual={residual}")
-    frame, _ = codec.encode(x, codec.init(x))
-    out = decode(frame)
-    assert float((x - out).norm()) <= residual * float(x.norm()) * 1.0001
-    fewer, _ = codecs.parse("3lc").encode(x, codecs.parse("3lc").init(x))
-    assert len(fewer) < len(frame) < 4 * len(x)
+    frame = framed(f"3lc:sparsity={sparsity},residual={residual}", x)
+    assert float((x - decode(frame)).norm()) <= residual * float(x.norm()) * 1.0001
+    assert len(framed("3lc", x)) < len(frame) < 4 * len(x)
 
 
 def test_stochastic_is_unbiased_and_of_16_bits_a_ten() -> None:
@@ -264,8 +261,7 @@ def test_stochastic_is_unbiased_and_of_16_bits_a_ten() -> None:
 def test_stochastic_in_error_feedback_has_the_magnitude_of_least_squared_error() -> None:
     """With feedback the magnitude is the mean of the sent values, which minimizes the squared error."""
     x = normal(500)
-    codec = codecs.parse("stochastic3:feedback=true")
-    out = decode(codec.encode(x, codec.init(x))[0])
+    out = decode(framed("stochastic3:feedback=true", x))
     sent = out != 0
     assert torch.allclose(out[sent].abs(), x[sent].abs().mean())
     for factor in (0.99, 1.01):
@@ -275,18 +271,16 @@ def test_stochastic_in_error_feedback_has_the_magnitude_of_least_squared_error()
 def test_eight_bit_ints_are_255_levels() -> None:
     """Section 4.2: [−127, 127], −128 is not used."""
     x = normal(10_000)
-    codec = codecs.parse("int8")
-    frame, _ = codec.encode(x, codec.init(x))
-    levels = (decode(frame) / (x.abs().max() / 127)).round().int()
+    out = decode(framed("int8", x))
+    levels = (out / (x.abs().max() / 127)).round().int()
     assert int(levels.abs().max()) == 127
-    assert float((decode(frame) - x).abs().max()) <= float(x.abs().max()) / 127 / 2 * 1.00001
+    assert float((out - x).abs().max()) <= float(x.abs().max()) / 127 / 2 * 1.00001
 
 
 def test_one_bit_is_the_pair_of_least_squared_error() -> None:
     """Section 3.1: the means of the values from zero on, and of those below."""
     x = normal(999)
-    codec = codecs.parse("onebit")
-    out = decode(codec.encode(x, codec.init(x))[0])
+    out = decode(framed("onebit", x))
     assert torch.allclose(out, torch.where(x >= 0, x[x >= 0].mean(), x[x < 0].mean()))
     error = float((out - x).square().sum())
     for above, below in ((1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99)):
@@ -298,16 +292,14 @@ def test_sparsification_sends_the_largest_and_a_bit_for_each_value_or_fewer() ->
     """Section 4.2: 5 % of the values, and a bitmap; packed numbers where these are smaller."""
     x = normal(10_000)
     for ratio, where in ((0.05, min(10_000 // 8, 500 * 14 // 8 + 14)), (0.3, 10_000 // 8), (0.001, 2 * 14)):
-        codec = codecs.parse(f"topk:ratio={ratio}")
-        frame, _ = codec.encode(x, codec.init(x))
+        frame = framed(f"topk:ratio={ratio}", x)
         many = round(ratio * len(x))
         out = decode(frame)
         kept = x.abs().topk(many).indices
         assert torch.equal(out[kept], x[kept])
         assert int(out.count_nonzero()) == many
         assert encoded_bytes(frame)[1] <= 8 + where + 4 * many
-    sampled = codecs.parse("topk:ratio=0.05,sample=0.1")
-    out = decode(sampled.encode(x, sampled.init(x))[0])
+    out = decode(framed("topk:ratio=0.05,sample=0.1", x))
     assert 0.025 < int(out.count_nonzero()) / len(x) < 0.1
     assert float(x[out == 0].abs().max()) <= float(out[out != 0].abs().min())
 
