@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,21 @@ def adopt(arena: ParameterArena, model: bytes, step: int) -> bool:
     taken = arena.adopt(incoming.buffer, step)
     incoming.release()
     return taken
+
+
+def average(arena: ParameterArena, theirs: ParameterArena, numbers: Iterable[int]) -> None:
+    """Average fragments as in a wave of two peers."""
+    for number in numbers:
+        fragment = arena.fragment(number)
+        captured, sent = arena.snapshot(of=fragment), theirs.snapshot(of=theirs.fragment(number))
+        incoming = Incoming(arena, None, fragment=number)
+        incoming.take(0, sent.buffer.view)
+        sent.release()
+        assert fragment.merge(incoming.buffer, captured.buffer, 1, 1) >= 0
+        merged = fragment.snapshot_of(incoming.give_away(), 0)
+        fragment.apply_merged(merged, captured)
+        merged.release()
+        captured.release()
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from arenas import Net, model_of, train
+from arenas import Net, average, model_of, train
 from torch import Tensor, nn
 
 from gossipx import outer
@@ -51,21 +51,6 @@ def pull(arena: ParameterArena, theirs: ParameterArena, numbers: Iterable[int], 
         own.release()
         incoming.release()
     return distances
-
-
-def average(arena: ParameterArena, theirs: ParameterArena, numbers: Iterable[int]) -> None:
-    """Average fragments as in a wave of two peers."""
-    for number in numbers:
-        fragment = arena.fragment(number)
-        captured, sent = arena.snapshot(of=fragment), theirs.snapshot(of=theirs.fragment(number))
-        incoming = Incoming(arena, None, fragment=number)
-        incoming.take(0, sent.buffer.view)
-        sent.release()
-        assert fragment.merge(incoming.buffer, captured.buffer, 1, 1) >= 0
-        merged = fragment.snapshot_of(incoming.give_away(), 0)
-        fragment.apply_merged(merged, captured)
-        merged.release()
-        captured.release()
 
 
 def exchanged(arena: ParameterArena) -> list[Tensor]:

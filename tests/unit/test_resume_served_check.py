@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,6 @@ def test_where_no_iteration_is_common_each_goes_on_from_its_newest(
 ) -> None:
     """With asp fast workers are far ahead; by the clock on the wall no two take theirs at one iteration."""
     then = (0, 1)
-    caplog.set_level(logging.WARNING, "gossipx")
     found = check(tmp_path, {0: [842, 955], 1: [845, 959], 2: [841]}, {0: [(836, then), (950, then)], 1: [(949, then)]})
     assert found == (None, "0,1")
     assert "(worker 0: 955, worker 1: 959, worker 2: 841, shard 0: 950, shard 1: 949)" in caplog.text
@@ -75,7 +73,6 @@ def test_workers_that_agree_do_not_outweigh_the_shards_of_other_servers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As SIGTERM came, peer 2 was handed both shards; all workers happened to be at the same iteration."""
-    caplog.set_level(logging.WARNING, "gossipx")
     assert check(tmp_path, {0: [28], 1: [28], 2: [28]}, {0: [(27, (2,))]}) == (None, "2")
     assert "has no checkpoint" not in caplog.text
 
@@ -94,7 +91,6 @@ def test_shards_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
 def test_a_shard_without_any_begins_anew_beside_one_that_is_uneven_with_the_workers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "gossipx")
     assert check(tmp_path, {0: [51], 1: [51], 2: [51]}, {0: [(50, (0, 1))]}) == (None, "0,1")
     assert "(worker 0: 51, worker 1: 51, worker 2: 51, shard 0: 50)" in caplog.text
     assert "shard 1 has no checkpoint: it starts from its server's model" in caplog.text
@@ -104,7 +100,6 @@ def test_a_shard_without_any_begins_anew_beside_one_that_is_uneven_with_the_work
 def test_a_shard_that_has_none_is_told(
     tmp_path: Path, newest: int, at: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "gossipx")
     assert check(tmp_path, {0: [90], 1: [90], 2: [newest]}, {}) == (at, "0,1")
     for index in (0, 1):
         assert f"shard {index} has no checkpoint: it starts from its server's model" in caplog.text

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from arenas import average
 from checkpoint_bench import ABOUT, Bench
 from seeds import some
 from small_disks import keep_old_checkpoints
@@ -23,14 +24,18 @@ from gossipx.runtime import checkpoints
 from gossipx.settings.modes import Elastic
 
 LONG = 30.0
+Make = Callable[..., Bench]
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+def bench(tmp_path: Path) -> Iterator[Make]:
+    """Make peers, which begin to train."""
     made: list[Bench] = []
 
-    def make(directory: Path | None = tmp_path, **options: Any) -> Bench:
+    def make(directory: Path | None = tmp_path, begins: bool = True, **options: Any) -> Bench:
         made.append(Bench(directory, **options))
+        if begins:
+            made[-1].begin()
         return made[-1]
 
     yield make
@@ -64,19 +69,16 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["never", "drift:distance=0.05", "adaptive:threshold=0.1", "random:p=0.5"])
 @pytest.mark.parametrize("sampled", [None, 3])
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], torch.float32), ids=str)
-def test_training_resumes_bit_for_bit(
-    bench: Callable[..., Bench], dtype: torch.dtype, sampled: int | None, policy: str
-) -> None:
+def test_training_resumes_bit_for_bit(bench: Make, dtype: torch.dtype, sampled: int | None, policy: str) -> None:
     """Weights, masters of 16-bit models, buffers, momenta, random numbers, deltas and the policy's state."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     straight = bench(dtype=dtype, policy=policy, sampled=sampled)
-    straight.begin()
     straight.step(20)
     drawn = torch.randn(2), random.random(), np.random.random()
     torch.randn(2), random.random(), np.random.random()
-    again = bench(dtype=dtype, policy=policy, sampled=sampled, resumes=True)
+    again = bench(dtype=dtype, policy=policy, sampled=sampled, resumes=True, begins=False)
     assert again.checkpoints.resumed and again.begin() == {"steps": 20}
     assert (torch.equal(torch.randn(2), drawn[0]), random.random(), np.random.random()) == (True, *drawn[1:])
     assert all(map(torch.equal, again.all(), straight.all()))
@@ -92,74 +94,55 @@ def test_training_resumes_bit_for_bit(
 
 
 @pytest.mark.fault(83)
-def test_several_optimizers_resume_with_their_states(bench: Callable[..., Bench]) -> None:
+def test_several_optimizers_resume_with_their_states(bench: Make) -> None:
     straight = bench(several=True)
-    straight.begin()
     torch.manual_seed(0)
     straight.step(20)
     again = bench(several=True, resumes=True)
-    again.begin()
     for one in (straight, again):
         torch.manual_seed(1)
         one.step(10)
     assert all(map(torch.equal, again.all(), straight.all()))
     with pytest.raises(UsageError, match=r"is of Adam and SGD, not Adam: join that optimizer, or call peer\.join_op"):
         only = bench(resumes=True)
-        only.begin()
         only.step(1)
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("rule", ["momentum:0.6", "nesterov"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_outer_optimizer_resumes_with_its_state(
-    bench: Callable[..., Bench], dtype: torch.dtype, rule: str, fragments: int
-) -> None:
+def test_an_outer_optimizer_resumes_with_its_state(bench: Make, dtype: torch.dtype, rule: str, fragments: int) -> None:
     """In a run with fragments, the state of each of them; here the first one was not exchanged yet."""
     torch.manual_seed(0)
     straight = bench(dtype=dtype, rule=rule, fragments=fragments)
-    straight.begin()
-
-    def average_with(theirs: torch.Tensor, one: Bench) -> None:
-        """Exchange the last fragments as in waves of two, with a peer that has the model ``theirs``."""
-        for fragment in one.arena.fragments[-2:]:
-            captured = one.arena.snapshot(of=fragment)
-            mean = fragment.pool.buffer()
-            for vector, own in zip(mean.vectors, captured.buffer.vectors, strict=True):
-                vector.copy_(own).add_(theirs.to(own.dtype)).mul_(0.5)
-            merged = fragment.snapshot_of(mean, 0)
-            fragment.apply_merged(merged, captured)
-            merged.release()
-            captured.release()
+    theirs = bench(None, dtype=dtype, fragments=fragments).arena
+    exchanged = [fragment.number for fragment in theirs.fragments[-2:]]
 
     def kept(one: Bench) -> list[list[torch.Tensor]]:
         return [fragment.outer.vectors() for fragment in one.arena.fragments if fragment.outer is not None]
 
     straight.step(5)
-    average_with(torch.tensor(2.0), straight)
+    average(straight.arena, theirs, exchanged)
     straight.step(5)
     again = bench(dtype=dtype, rule=rule, resumes=True, fragments=fragments)
-    again.begin()
     assert [len(vectors) for vectors in kept(again)] == [len(vectors) for vectors in kept(straight)]
     assert all(all(map(torch.equal, *both)) for both in zip(kept(again), kept(straight), strict=True))
     assert kept(again)[-1] and bool(kept(again)[0]) == (fragments == 1 or rule == "nesterov")
     for one in (straight, again):
-        average_with(torch.tensor(-1.0), one)
+        average(one.arena, theirs, exchanged)
     assert all(map(torch.equal, again.module.state_dict().values(), straight.module.state_dict().values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.fault(38)
-def test_a_hub_resumes_with_its_centre(bench: Callable[..., Bench], dtype: torch.dtype) -> None:
+def test_a_hub_resumes_with_its_centre(bench: Make, dtype: torch.dtype) -> None:
     """The centre is neither a worker's model nor the hub's own; here no worker has changed it since the start."""
     torch.manual_seed(0)
     hub = Elastic(hub="0", alpha=0.3)
     straight = bench(dtype=dtype, hub=hub)
-    straight.begin()
     centre = straight.centre()
     straight.step(10)
     again = bench(dtype=dtype, hub=hub, resumes=True)
-    again.begin()
     assert all(map(torch.equal, again.all(), straight.all()))
     assert all(map(torch.equal, again.centre(), centre))
     own = again.arena.snapshot()
@@ -167,12 +150,9 @@ def test_a_hub_resumes_with_its_centre(bench: Callable[..., Bench], dtype: torch
     own.release()
 
 
-def test_a_checkpoint_is_the_step_boundary_whatever_training_does_meanwhile(
-    bench: Callable[..., Bench], slow: None
-) -> None:
+def test_a_checkpoint_is_the_step_boundary_whatever_training_does_meanwhile(bench: Make, slow: None) -> None:
     torch.manual_seed(0)
     one = bench()
-    one.begin()
     one.step(10, flush=False)
     kept = {name: tensor.clone() for name, tensor in one.module.state_dict().items()}
     state = {key: value.clone() for key, value in one.optimizer.state_dict()["state"][0].items()}
@@ -195,10 +175,9 @@ def test_a_checkpoint_is_the_step_boundary_whatever_training_does_meanwhile(
 
 
 def test_a_checkpoint_due_while_another_is_written_is_skipped_and_counted(
-    bench: Callable[..., Bench], slow: None, caplog: pytest.LogCaptureFixture
+    bench: Make, slow: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = bench()
-    one.begin()
     one.step(35, flush=False)
     assert one.checkpoints.skipped == 2
     assert [line for line in caplog.messages if "skipped" in line] == [
@@ -213,14 +192,11 @@ def test_a_checkpoint_due_while_another_is_written_is_skipped_and_counted(
 
 
 @pytest.mark.fault(31)
-def test_an_interval_in_seconds_uses_the_monotonic_clock(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interval_in_seconds_uses_the_monotonic_clock(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: 0.0)
     one = bench(every="60s")
-    one.begin()
     taken = []
     for _ in range(10):
         now[0] += 25
@@ -230,9 +206,8 @@ def test_an_interval_in_seconds_uses_the_monotonic_clock(
 
 
 @pytest.mark.fault(4)
-def test_without_an_interval_only_the_last_checkpoint_is_written(bench: Callable[..., Bench]) -> None:
+def test_without_an_interval_only_the_last_checkpoint_is_written(bench: Make) -> None:
     one = bench(every="0")
-    one.begin()
     one.step(25)
     one.checkpoints.training_ended(dict)
     assert one.checkpoints.flush() is None and one.store.find() is None
@@ -241,9 +216,8 @@ def test_without_an_interval_only_the_last_checkpoint_is_written(bench: Callable
 
 
 @pytest.mark.parametrize("at", [20, 25])
-def test_the_end_of_training_is_written_once(bench: Callable[..., Bench], slow: None, at: int) -> None:
+def test_the_end_of_training_is_written_once(bench: Make, slow: None, at: int) -> None:
     one = bench(every="20")
-    one.begin()
     one.step(at, flush=False)
     for _ in range(2):
         one.store.may.release()
@@ -254,10 +228,9 @@ def test_the_end_of_training_is_written_once(bench: Callable[..., Bench], slow: 
 
 
 @pytest.mark.fault(22)
-def test_a_model_with_nan_is_not_saved(bench: Callable[..., Bench]) -> None:
+def test_a_model_with_nan_is_not_saved(bench: Make) -> None:
     """The newest checkpoint stays one that can be resumed from."""
     one = bench()
-    one.begin()
     one.step(10)
     one.driver.role.training.sound = False
     one.step(10)
@@ -265,9 +238,8 @@ def test_a_model_with_nan_is_not_saved(bench: Callable[..., Bench]) -> None:
     assert one.checkpoints.flush() is None and one.store.find() == 10
 
 
-def test_without_a_directory_nothing_is_captured(bench: Callable[..., Bench]) -> None:
+def test_without_a_directory_nothing_is_captured(bench: Make) -> None:
     one = bench(None)
-    one.begin()
     one.step(20)
     one.checkpoints.leaving(dict)
     assert one.checkpoints.flush() is None and one.checkpoints._writer is None
@@ -276,17 +248,17 @@ def test_without_a_directory_nothing_is_captured(bench: Callable[..., Bench]) ->
 # --- faults -------------------------------------------------------------------------------------------
 
 
+def full(iteration: int, parts: Mapping[str, CheckpointPart]) -> None:
+    raise CheckpointError("no room")
+
+
 @pytest.mark.fault(28)
 def test_a_full_disk_is_logged_at_a_limited_rate_and_the_last_checkpoint_decides(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = bench()
-    one.begin()
     one.step(10)
     save = one.store.save
-
-    def full(iteration: int, parts: Mapping[str, CheckpointPart]) -> None:
-        raise CheckpointError("no room")
 
     monkeypatch.setattr(one.store, "save", full)
     for _ in range(30):
@@ -303,10 +275,9 @@ def test_a_full_disk_is_logged_at_a_limited_rate_and_the_last_checkpoint_decides
 
 @pytest.mark.fault(28, 57)
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_hides_no_later_failure(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = bench()
-    one.begin()
     one.step(10 * KEEP)
     keep_old_checkpoints(monkeypatch)
     one.step(10)
@@ -316,9 +287,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_hides_no_later_fai
     assert one.checkpoints.newest == written == 10 * KEEP + 10, "the new one is complete"
     assert one.checkpoints.failed == 0 and one.checkpoints.flush() is None
 
-    def full(iteration: int, parts: Mapping[str, CheckpointPart]) -> None:
-        raise CheckpointError("no room")
-
     monkeypatch.setattr(one.store, "save", full)
     one.step(10, flush=False)
     assert isinstance(one.checkpoints.flush(), CheckpointError)
@@ -326,10 +294,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_hides_no_later_fai
 
 
 def test_state_that_cannot_be_saved_is_logged_and_training_continues(
-    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+    bench: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = bench()
-    one.begin()
     one.optimizer.param_groups[0]["schedule"] = object()
     one.step(30, flush=False)
     assert one.arena.step == 30 and one.checkpoints.failed == 3 and one.store.find() is None
@@ -338,10 +305,10 @@ def test_state_that_cannot_be_saved_is_logged_and_training_continues(
 
 
 def test_an_unexpected_error_costs_one_checkpoint(
-    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    bench: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It once ended the thread that writes, and each later checkpoint waited 300 s for it."""
-    (one := bench()).begin()
+    one = bench()
     with monkeypatch.context() as broken:
         broken.setattr(one.store, "save", lambda iteration, parts: 1 / 0)
         one.step(10, flush=False)
@@ -352,9 +319,9 @@ def test_an_unexpected_error_costs_one_checkpoint(
 
 
 def test_an_optimizer_that_cannot_be_saved_is_told_as_training_begins(
-    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+    bench: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = bench(every="0")
+    one = bench(every="0", begins=False)
     one.optimizer.param_groups[0]["schedule"] = object()
     one.begin()
     assert "schedule is of type object" in caplog.text and "no checkpoint can be written" in caplog.text
@@ -369,13 +336,10 @@ def test_an_optimizer_that_cannot_be_saved_is_told_as_training_begins(
         ({"dtype": torch.float64}, "of another model: it has 'image float32"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(
-    bench: Callable[..., Bench], options: dict[str, Any], told: str
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused(bench: Make, options: dict[str, Any], told: str) -> None:
     one = bench()
-    one.begin()
     one.step(10)
-    other = bench(resumes=True, **options)
+    other = bench(resumes=True, begins=False, **options)
     before = other.all()
     with pytest.raises(UsageError) as caught:
         other.begin()
@@ -386,15 +350,13 @@ def test_a_checkpoint_of_another_run_is_refused(
 # --- parts of the script ------------------------------------------------------------------------------
 
 
-def test_parts_of_the_script(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_of_the_script(bench: Make, caplog: pytest.LogCaptureFixture) -> None:
     one, order = bench(), {"epoch": 3, "place": torch.arange(5)}
-    one.begin()
     one.checkpoints.register("order", lambda: order, order.update)
     one.checkpoints.register("model", dict, lambda state: None)  # does not collide with gossipx's own "model"
     one.step(10)
     order["epoch"] = 4
     again = bench(resumes=True)
-    again.begin()
     taken: list[Any] = []
     again.checkpoints.register("order", dict, taken.append)
     assert taken[0]["epoch"] == 3 and torch.equal(taken[0]["place"], torch.arange(5))
@@ -402,26 +364,23 @@ def test_parts_of_the_script(bench: Callable[..., Bench], caplog: pytest.LogCapt
     assert len(taken) == 1 and "has no part 'new': it keeps its initial state" in caplog.text
 
 
-def test_a_start_that_replaces_checkpoints_says_so(
-    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_start_that_replaces_checkpoints_says_so(bench: Make, caplog: pytest.LogCaptureFixture) -> None:
     """The option to resume it may have been forgotten."""
     for told in (0, 1):
         made = bench()
-        made.begin()
         made.step(10)
         assert caplog.text.count("checkpoints of an earlier run are replaced; GOSSIPX_RESUME=1 resumes it") == told
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "twice", "ä"])
-def test_names_of_parts(bench: Callable[..., Bench], name: str) -> None:
+def test_names_of_parts(bench: Make, name: str) -> None:
     one = bench()
     one.checkpoints.register("twice", dict, lambda state: None)
     with pytest.raises(UsageError, match="is not a valid new name of a checkpoint part"):
         one.checkpoints.register(name, dict, lambda state: None)
 
 
-def test_state_that_cannot_be_saved_is_refused_at_registration(bench: Callable[..., Bench]) -> None:
+def test_state_that_cannot_be_saved_is_refused_at_registration(bench: Make) -> None:
     with pytest.raises(UsageError, match=r"sampler\.generator is of type"):
         bench().checkpoints.register("sampler", lambda: {"generator": torch.Generator()}, lambda state: None)
 
@@ -429,10 +388,9 @@ def test_state_that_cannot_be_saved_is_refused_at_registration(bench: Callable[.
 # --- an optimizer that is joined in mid-run -----------------------------------------------------------
 
 
-def changed(bench: Callable[..., Bench]) -> Bench:
+def changed(bench: Make) -> Bench:
     """Return a peer that has trained 10 iterations with Adam and then 10 with SGD, joined in mid-run."""
     first = bench()
-    first.begin()
     first.step(10)
     follow_sgd(first)
     first.step(10)
@@ -446,10 +404,9 @@ def follow_sgd(one: Bench) -> None:
 
 
 @pytest.mark.fault(48)
-def test_the_optimizer_joined_in_mid_run_gets_its_state_back(bench: Callable[..., Bench]) -> None:
+def test_the_optimizer_joined_in_mid_run_gets_its_state_back(bench: Make) -> None:
     first = changed(bench)
     again = bench(resumes=True)
-    again.begin()
     follow_sgd(again)
     momenta = [one.optimizer.state_dict()["state"] for one in (first, again)]
     assert momenta[0].keys() == momenta[1].keys() and momenta[0]
@@ -461,10 +418,9 @@ def test_the_optimizer_joined_in_mid_run_gets_its_state_back(bench: Callable[...
 
 
 @pytest.mark.fault(48)
-def test_a_step_with_the_optimizer_of_before_is_refused(bench: Callable[..., Bench]) -> None:
+def test_a_step_with_the_optimizer_of_before_is_refused(bench: Make) -> None:
     changed(bench)
     again = bench(resumes=True)
-    again.begin()
     with pytest.raises(
         UsageError, match=r"is of SGD, not Adam: join that optimizer, or call peer\.join_optimizer with it before"
     ):

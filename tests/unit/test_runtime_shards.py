@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -130,6 +129,16 @@ class Server:
                     assert written.wait(10)
 
 
+def pushed(server: Server, iterations: range) -> Server:
+    for iteration in iterations:
+        server.push(iteration)
+    return server
+
+
+def alike(one: Server, other: Server) -> bool:
+    return all(map(torch.equal, one.values, other.values))
+
+
 def test_a_first_checkpoint_that_takes_too_long_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,15 +180,12 @@ def damage(store: Store) -> int:
 
 @pytest.mark.parametrize("pushes", [0, 1, 2, 5])
 def test_a_shard_is_restored_with_all_pushes(tmp_path: Path, pushes: int) -> None:
-    before = Server(tmp_path)
-    for iteration in range(pushes):
-        before.push(iteration)
+    before = pushed(Server(tmp_path), range(pushes))
     after = Server(tmp_path)  # the first process was killed, so it closed nothing
-    assert all(map(torch.equal, before.values, after.values))
-    assert after.shard.clock.clock == pushes
+    assert alike(before, after) and after.shard.clock.clock == pushes
     after.push(pushes)
     before.push(pushes)
-    assert all(map(torch.equal, before.values, after.values))
+    assert alike(before, after)
 
 
 @pytest.mark.parametrize("keep", [1, 3])
@@ -190,11 +196,8 @@ def test_as_many_checkpoints_are_kept_as_for_peers(tmp_path: Path, keep: int) ->
     module = nn.Linear(4, 3)
     peer = build_peer(module, Optimizers(module, torch.optim.SGD(module.parameters(), lr=0.1)), given, place)
     try:
-        keeper, table_store, exchange = (
-            peer._driver.tables.keeper,
-            peer._driver.tables.store,
-            peer._role.exchange,
-        )
+        tables, exchange = peer._driver.tables, peer._role.exchange
+        keeper, table_store = tables.keeper, tables.store
         assert keeper is not None and table_store is not None and isinstance(exchange, ServerMode)
         table_store.fill(0)
         for clock in range(5):
@@ -225,20 +228,16 @@ def test_a_leaving_server_saves_the_shard_it_was_handed_at_that_clock(tmp_path: 
 
 def test_no_record_is_replayed_after_a_gap_in_the_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The disk was full between two checkpoints, and the second of them is damaged."""
-    before = Server(tmp_path)
-    for iteration in range(EVERY + 1):
-        before.push(iteration)
+    before = pushed(Server(tmp_path), range(EVERY + 1))
     known = before.values
     before.keeper._journals.pop(0).close()  # as if the journal could not be written
-    for iteration in range(EVERY + 1, 2 * EVERY + 1):
-        before.push(iteration)
+    pushed(before, range(EVERY + 1, 2 * EVERY + 1))
     damage(before.store)
-    caplog.set_level(logging.WARNING, "gossipx")
     after = Server(tmp_path)
     assert f"the journal has a gap between clocks {EVERY} and {2 * EVERY}" in caplog.text
     assert all(map(torch.equal, known, after.values))
     after.push(EVERY + 1)  # and it continues from there
-    assert all(map(torch.equal, after.values, Server(tmp_path).values))
+    assert alike(after, Server(tmp_path))
 
 
 def test_a_record_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
@@ -253,12 +252,9 @@ def test_no_record_is_replayed_after_one_of_another_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, words: bytes
 ) -> None:
     """It is whole, but its fields are not those of this version; it ended the restart with a ProtocolError."""
-    before = Server(tmp_path)
-    for iteration in range(EVERY + 1):
-        before.push(iteration)
+    before = pushed(Server(tmp_path), range(EVERY + 1))
     before.keeper._journals[0].append(words, memoryview(b"12345678"))
-    caplog.set_level(logging.WARNING, "gossipx")
-    assert all(map(torch.equal, before.values, Server(tmp_path).values))
+    assert alike(before, Server(tmp_path))
     assert f"the journal has a gap between clocks {EVERY} and {EVERY}" in caplog.text
 
 
@@ -275,7 +271,6 @@ def test_a_damaged_journal_is_named_and_training_continues_from_what_is_left(
     else:
         content[len(content) // 2] ^= 4
     path.write_bytes(content)
-    caplog.set_level(logging.WARNING, "gossipx")
     after = Server(tmp_path)
     (line,) = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
     assert "are damaged or not complete: the changes of shard 0 in them are lost" in line
@@ -284,16 +279,6 @@ def test_a_damaged_journal_is_named_and_training_continues_from_what_is_left(
 
 
 # --- after the servers were changed -------------------------------------------------------------------
-
-
-def pushed(server: Server, iterations: range) -> Server:
-    for iteration in iterations:
-        server.push(iteration)
-    return server
-
-
-def alike(one: Server, other: Server) -> bool:
-    return all(map(torch.equal, one.values, other.values))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -342,17 +327,13 @@ def test_the_first_checkpoint_of_a_layout_is_written_before_anything_else_is_don
     """This holds however long the checkpoint before it takes."""
     server = pushed(Server(tmp_path), range(EVERY))
     slow = threading.Event()
-    server.keeper._serial_worker.put(lambda: assert_waited(slow))
+    server.keeper._serial_worker.put(lambda: slow.wait(10))
     timer = threading.Timer(0.2, slow.set)
     timer.start()
     server.keeper.place(1, (1,))
     server.keeper.save_checkpoint(0, EVERY, {**server.shard.state_dict(), "next_record": 0})
     assert slow.is_set() and EVERY in server.store.find_complete()
     timer.join()
-
-
-def assert_waited(event: threading.Event) -> None:
-    assert event.wait(10)
 
 
 def test_a_damaged_checkpoint_of_a_later_layout(tmp_path: Path) -> None:
