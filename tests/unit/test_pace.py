@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from emulated.shaping import TokenBucket
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,19 +27,19 @@ def test_rates_use_the_notation_of_tc(text: str, rate: float) -> None:
     assert parse_rate(text) == rate
 
 
-@pytest.mark.parametrize("text", ["100", "mbit", "100MB/s", "1kbit", "-1mbit", "0mbit", "nan bit", "1e9bit", ""])
+WRONG = ["100", "mbit", "100MB/s", "-1mbit", "0mbit", "nan bit", "1e9bit", ""]
+OUT_OF_RANGE = ["7.999kbit", "1000.001gbit", "9" * 18 + "bit", "9" * 330 + "mbit"]
+"""The last one overflows a float."""
+
+
+@pytest.mark.parametrize("text", [*WRONG, *OUT_OF_RANGE])
 def test_an_invalid_rate_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(
-        UsageError, match=r"--max-rate .* not a rate from 8kbit to 1000gbit, such as 100mbit or 2.5gbit"
-    ):
+    told = r"--max-rate .* not a rate from 8kbit to 1000gbit, such as 100mbit or 2.5gbit"
+    with pytest.raises(UsageError, match=told):
         parse_rate(text)
 
 
-@pytest.mark.parametrize("text", ["7.999kbit", "1000.001gbit", "9" * 18 + "bit", "9" * 330 + "mbit"])
-def test_rates_out_of_range_are_refused(text: str) -> None:
-    """The last one overflows a float."""
-    with pytest.raises(UsageError, match=r"not a rate from 8kbit to 1000gbit"):
-        parse_rate(text)
+def test_the_lowest_and_the_highest_rate_are_sent_in_pieces() -> None:
     for rate in map(parse_rate, ("8kbit", "1000gbit")):
         assert len(next(Pace(rate).parts([bytes(PIECE)]))) in (PIECE_LEAST, PIECE)
 
@@ -90,26 +89,3 @@ def test_a_refused_reservation_is_not_charged() -> None:
     assert [pace.reserve(5, within=1.0) for _ in range(3)] == pytest.approx([late] * 3), "all have the same wait"
     assert pace.reserve(1, within=2.0) == pytest.approx(late)
     assert pace.reserve(1) == pytest.approx(late + 1)
-
-
-# --- The arguments that the emulated network passes to tc and nft --------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rate", "bucket"),
-    [
-        ("10mbit", TokenBucket(10_000_000, 32 << 10, 50)),
-        ("100mbit", TokenBucket(100_000_000, 128 << 10, 50)),
-        ("1gbit", TokenBucket(1_000_000_000, 256 << 10, 20)),
-    ],
-)
-def test_rates_that_were_measured_get_the_buckets_that_gave_98_percent(rate: str, bucket: TokenBucket) -> None:
-    assert TokenBucket.of(rate) == bucket
-
-
-@given(st.floats(1, 39_000), st.floats(1.01, 4))
-def test_a_faster_link_never_has_a_smaller_burst_or_a_longer_wait(megabits: float, factor: float) -> None:
-    slow, fast = TokenBucket.of(f"{megabits:.3f}mbit"), TokenBucket.of(f"{megabits * factor:.3f}mbit")
-    assert slow.rate < fast.rate
-    assert slow.burst <= fast.burst
-    assert slow.latency >= fast.latency

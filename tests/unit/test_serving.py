@@ -1,4 +1,4 @@
-"""Which pulls are answered, and with which version of the model."""
+"""Which pulls are answered, and with which version of the model; and a hub that has not started."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.figures import Counters
+from gossipx.hub import Centre
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL, Outgoing, Serving
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget
 from gossipx.protocol.events import Answered, Received
-from gossipx.protocol.messages import BusyReply, ModelReply, PullRequest
+from gossipx.protocol.messages import BusyReply, CentreRequest, ElasticRequest, ModelReply, PullRequest, Request
 from gossipx.topology import topology_from
 from gossipx.topology.schedules import RandomNeighbour
 
@@ -157,3 +158,16 @@ def test_each_peer_makes_way_once_for_each_that_was_turned_away(most: int, pulls
         if finishes and under_way:
             _, key = under_way.pop(0)
             serving.answered(Answered(str(key), whole=False))
+
+
+# --- a hub -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_", [ElasticRequest(1, 1, 10, 30.0), CentreRequest(30.0)], ids=["exchange", "centre"])
+def test_a_hub_that_has_not_started_is_busy(request_: Request) -> None:
+    """A worker may train before the last message of the START barrier reaches the hub. Nothing has failed then."""
+    centre = Centre(Requests(), 0.25)
+    (answer,) = centre.requested(Received(1, "key", request_), 5.0)
+    assert isinstance(answer, Answer) and answer.reply == BusyReply() and answer.deadline == 35.0
+    centre.begin()
+    assert len(centre.requested(Received(1, "key", request_), 6.0)) >= 1 and centre.exchanges == 0
