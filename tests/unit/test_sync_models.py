@@ -196,15 +196,6 @@ def test_what_fast_workers_push_ahead_is_in_the_mean_of_the_next_tick():
 # --- pushes of several messages -----------------------------------------------------------------------
 
 
-def test_a_push_that_began_in_time_is_not_dropped_half():
-    run = Run("drop:1", range(2), tables=2)
-    run.send(1)
-    run.iterate(0)
-    assert run.clock.clock == 1
-    run.send(1)
-    assert run.dropped == [] and [message[0] for message in run.buffer] == [1] and run.clock.counts.late == 0
-
-
 def test_a_push_that_began_late_is_dropped_whole_though_the_model_is_switched():
     run = Run("drop:1", range(2), tables=2)
     run.iterate(0)

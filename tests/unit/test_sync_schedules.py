@@ -217,10 +217,10 @@ def test_nothing_waits_in_vain_and_every_push_counts_once(played: list[Event], s
         check_holding_up(run)
 
 
-@given(events(*CHANGES), setups)
-def test_exactly_the_late_pushes_are_dropped(played: list[Event], setup: tuple):
+@given(events(*CHANGES), setups, st.sampled_from(["drop:1", "drop:2"]))
+def test_exactly_the_late_pushes_are_dropped(played: list[Event], setup: tuple, model: str):
     """With drop:late=drop, exactly the pushes whose first message arrives after the tick of their iteration."""
-    run = start(setup)
+    run = start((model, *setup[1:]))
     late: set[tuple[int, int]] = set()
     for event in played:
         sent = len(run.sent)
