@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,6 +243,10 @@ class Folder:
         path.write_text(PRELUDE + text)
         return path
 
+    def training(self, text: str, *options: str | Path, start: str = TEN_LINES) -> tuple[str | Path, ...]:
+        """Return ``options`` of a run and its script, which joins as ``start`` says and goes on as ``text`` does."""
+        return (*options, self.script(start + text), self.path)
+
     def told(self, rank: int | str) -> Any:
         """Return the value that a script wrote with ``tell``."""
         return json.loads((self.path / f"{rank}.json").read_text())
@@ -334,6 +338,14 @@ def is_running(pid: int) -> bool:
         return stat_fields(Path(f"/proc/{pid}"))[0] not in "ZX"
     except OSError:
         return False
+
+
+def all_end(processes: Iterable[Process]) -> list[Ended]:
+    """Wait until processes have ended, each with exit code 0."""
+    ended = [process.end() for process in processes]
+    for one in ended:
+        assert one.code == 0, one.shown
+    return ended
 
 
 def one_line(ended: Ended, code: int) -> str:

@@ -1,30 +1,39 @@
-"""``gossipx.join`` in users' scripts: real processes, real sockets."""
+"""``gossipx.join`` in users' scripts, which may fail, be killed or misuse it: real processes, real sockets."""
 
 from __future__ import annotations
 
 import itertools
+import signal
 
 import pytest
+import torch
 
-from runs import TEN_LINES, Folder, agree, one_line
+from runs import TEN_LINES, Folder, Run, agree, all_end, differences
 
 BRIEF = ("--policy", "tau:5", "--iterations", "40", "--peer-timeout", "20")
+MODES = [
+    ["--policy", "tau:5"],
+    ["--servers", "0"],
+    pytest.param(["--policy", "tau:5", "--hub", "0"], marks=pytest.mark.slow),
+]
+TRAINS = """
+with peer:
+    train(peer, model, optimizer, 41)
+tell(peer, rank=peer.rank, version=torch.__version__)
+"""
 
 
 # --- loops --------------------------------------------------------------------------------------------
 
 
 def test_the_ten_line_loop(two: Folder) -> None:
-    script = two.script(
-        TEN_LINES
-        + """
+    text = """
 with peer:
     train(peer, model, optimizer, 40)
 tell(peer, arguments=sys.argv[2:], first=first, iteration=peer.iteration,
      last=[float(parameter.detach().sum()) for parameter in model.parameters()], size=peer.size)
 """
-    )
-    run = two.run(*BRIEF, "--blocking", script, two.path, "--epochs", "3", "-x")
+    run = two.run(*two.training(text, *BRIEF, "--blocking"), "--epochs", "3", "-x")
     one, other = two.told(0), two.told(1)
     assert one["arguments"] == other["arguments"] == ["--epochs", "3", "-x"]
     assert one["first"] == other["first"] != one["last"]  # all start with one peer's weights
@@ -35,51 +44,21 @@ tell(peer, arguments=sys.argv[2:], first=first, iteration=peer.iteration,
     assert sum(run.summary["retrievals"]) > 0
 
 
-def test_a_loop_without_an_optimizer(two: Folder) -> None:
-    script = two.script(
-        """
-model = nn.Linear(4, 1)
-with gossipx.join(model) as peer:
-    while peer.iteration < 40:
-        loss = (model(batch(peer)) - 1).square().mean()
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients):
-                parameter -= 0.01 * gradient
-        peer.step()
-"""
-    )
-    run = two.run(*BRIEF, "--blocking", script, two.path)
-    assert agree(run, 2) and sum(run.summary["retrievals"]) > 0
-
-
-@pytest.mark.parametrize("by", ["iid", pytest.param("dirichlet", marks=pytest.mark.slow)])
-def test_shards_are_disjoint_and_cover(three: Folder, by: str) -> None:
-    script = three.script(
-        """
+def test_parts_by_label_are_disjoint_and_cover(three: Folder) -> None:
+    text = """
 class Labelled(torch.utils.data.TensorDataset):
     targets = torch.arange(100) % 10
 
-model = nn.Linear(4, 1)
-with gossipx.join(model) as peer:
-    parts = [[int(row[0]) for row in peer.shard(Labelled(torch.arange(100)))]]
-    if sys.argv[2] == "iid":
-        parts.append([int(value) for value in peer.shard(list(range(100)))])
-tell(peer, parts=parts)
+with gossipx.join(nn.Linear(4, 1)) as peer:
+    tell(peer, part=[int(row[0]) for row in peer.shard(Labelled(torch.arange(100)))])
 """
-    )
-    partition = {"iid": "iid", "dirichlet": "dirichlet:alpha=1"}[by]
-    three.run(*BRIEF, "--partition", partition, script, three.path, by)
-    for parts in zip(*(three.told(rank)["parts"] for rank in range(3)), strict=True):
-        assert sorted(itertools.chain(*parts)) == list(range(100))
+    three.run(*three.training(text, *BRIEF, "--partition", "dirichlet:alpha=1", start=""))
+    assert sorted(itertools.chain(*(three.told(rank)["part"] for rank in range(3)))) == list(range(100))
 
 
-@pytest.mark.parametrize("policy", ["drift:distance=1000", pytest.param("random:p=0", marks=pytest.mark.slow)])
-def test_a_restored_state_continues_as_if_uninterrupted(two: Folder, policy: str) -> None:
+def test_a_restored_state_continues_as_if_uninterrupted(two: Folder) -> None:
     """Iterations, the policy's state (through JSON) and later deltas are equal: restoring is not a step."""
-    script = two.script(
-        TEN_LINES
-        + """
+    text = """
 import copy
 with peer:
     train(peer, model, optimizer, 15)
@@ -95,8 +74,7 @@ with peer:
     again = [peer.state_dict(), [parameter.tolist() for parameter in model.parameters()]]
 tell(peer, straight=straight, again=again, resumed=resumed)
 """
-    )
-    run = two.run("--policy", policy, "--peer-timeout", "20", script, two.path)
+    run = two.run(*two.training(text, "--policy", "drift:distance=1000", "--peer-timeout", "20"))
     for rank in range(2):
         told = two.told(rank)
         assert told["resumed"] == 15 and told["straight"] == told["again"]
@@ -106,9 +84,7 @@ tell(peer, straight=straight, again=again, resumed=resumed)
 
 @pytest.mark.fault(60)
 def test_the_state_of_another_peer_is_refused_before_anything_is_restored(two: Folder) -> None:
-    script = two.script(
-        TEN_LINES
-        + """
+    text = """
 refused = []
 with peer:
     train(peer, model, optimizer, 10)
@@ -122,8 +98,7 @@ with peer:
 (peer.directory / "notes.txt").touch()
 tell(peer, refused=refused, same=same, directory=str(peer.directory))
 """
-    )
-    run = two.run("--policy", "never", script, two.path)
+    run = two.run(*two.training(text, "--policy", "never"))
     for rank in range(2):
         told = two.told(rank)
         assert told["same"] and told["directory"] == str(run.directory / f"peer-{rank:02d}")
@@ -186,7 +161,7 @@ tell(peer, first=first, last=state(), tied=[during, model.words.weight.data_ptr(
 
 @pytest.mark.parametrize("buffers", ["mix", "local"])
 def test_any_module_trains_and_agrees(two: Folder, buffers: str) -> None:
-    run = two.run(*BRIEF, "--buffers", buffers, two.script(ZOO), two.path)
+    run = two.run(*two.training(ZOO, *BRIEF, "--buffers", buffers, start=""))
     one, other = two.told(0), two.told(1)
     assert one["first"] == other["first"]
     assert one["tied"] == other["tied"] == [True, True]
@@ -203,116 +178,17 @@ def test_any_module_trains_and_agrees(two: Folder, buffers: str) -> None:
     assert left["conv.weight"].flatten().tolist() == pytest.approx(one["last"]["conv.weight"])
 
 
-@pytest.mark.fault(21)
-def test_different_models_are_refused_and_the_first_different_tensor_is_named(two: Folder) -> None:
-    script = two.script(
-        """
-width = 3 + int(os.environ["GOSSIPX_RANK"])
-model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, width), nn.Linear(width, 1))
-with gossipx.join(model, torch.optim.SGD(model.parameters(), lr=0.01)) as peer:
-    train(peer, model, None, 0)
-"""
-    )
-    line = two.refused(*BRIEF, script, two.path)
-    assert "1.weight" in line and "2.weight" not in line, line
-
-
 def test_a_lazy_module_is_refused_by_name(two: Folder) -> None:
-    script = two.script("model = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(2))\ngossipx.join(model)\n")
-    line = two.refused(*BRIEF, script, two.path)
+    lazy = "gossipx.join(nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(2)))"
+    line = two.refused(*two.training(lazy, *BRIEF, start=""))
     assert "'1.weight'" in line and "lazy module" in line
-
-
-def test_compiled_and_plain_peers_agree(two: Folder) -> None:
-    script = two.script(
-        """
-torch.manual_seed(0)
-plain = model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-if os.environ["GOSSIPX_RANK"] == sys.argv[2]:
-    model = torch.compile(model, backend="aot_eager")
-    model(torch.randn(8, 4))  # compiled before it joins
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-looked = []
-
-
-def evaluate(module):
-    looked.append(float(sum(parameter.detach().sum() for parameter in module.parameters())))
-    return 0.5
-
-
-with gossipx.join(model, optimizer, evaluate=evaluate) as peer:
-    before = float(plain[0].weight.detach().sum())
-    train(peer, model, optimizer, 43)  # some after the last pull
-    after = float(plain[0].weight.detach().sum())
-tell(peer, moved=before != after, looked=looked)
-"""
-    )
-    run = two.run(*BRIEF, "--blocking", script, two.path, "0")
-    assert agree(run, 2) and sum(run.summary["retrievals"]) > 0
-    assert two.told(0)["moved"] and two.told(1)["moved"]
-    assert run.summary["test_accuracy"] == [0.5, 0.5] and run.summary["consensus_accuracy"] == 0.5
-    before, after, averaged = two.told(0)["looked"]  # the accuracy of the averaged model is measured on that model
-    assert averaged == pytest.approx(after, abs=1e-5) and after != before
-
-
-# --- what counts as an iteration ----------------------------------------------------------------------
-
-
-def test_only_steps_that_change_the_weights_count(two: Folder) -> None:
-    script = two.script(
-        """
-counts = {}
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-fused = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-with gossipx.join(model, optimizer) as peer:
-    for _ in range(10):
-        optimizer.zero_grad()
-        for _ in range(4):
-            model(batch(peer)).square().mean().backward()
-        optimizer.step()
-    counts["accumulated"] = peer.iteration
-    for name, one in (("scaled", optimizer), ("fused", fused)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-        peer.join_optimizer(one)
-        began, skipped = peer.iteration, 0
-        for number in range(12):
-            one.zero_grad()
-            loss = model(batch(peer)).square().mean()
-            scaler.scale(loss * float("inf") if number % 4 == 3 else loss).backward()
-            scaler.step(one)
-            scale = scaler.get_scale()
-            scaler.update()
-            skipped += scaler.get_scale() < scale
-        counts[name] = [peer.iteration - began, skipped]
-tell(peer, **counts, finite=all(bool(parameter.isfinite().all()) for parameter in model.parameters()))
-"""
-    )
-    two.run(*BRIEF, script, two.path)
-    assert two.told(0) == {"accumulated": 10, "scaled": [9, 3], "fused": [9, 3], "finite": True}
 
 
 # --- peers that are started by hand -------------------------------------------------------------------
 
 
-def test_without_peers_join_names_the_options(two: Folder) -> None:
-    script = two.script(
-        """
-from gossipx.errors import UsageError
-
-try:
-    gossipx.join(nn.Linear(4, 1))
-except UsageError as error:
-    sys.exit(str(error))
-"""
-    )
-    line = one_line(two.start(script, two.path).end(), 1)
-    assert "gossipx run --peers hosts.txt" in line and "peers='hosts.txt'" in line
-
-
 def test_peers_started_by_hand_with_a_custom_policy(two: Folder) -> None:
-    script = two.script(
-        """
+    text = """
 asked = []
 
 
@@ -332,19 +208,276 @@ with gossipx.join(model, peers="hosts.txt", rank=int(sys.argv[2]), policy=policy
     retrievals = peer._role.sync.retrievals
 tell(peer, asked=asked, retrievals=retrievals, weight=model.weight.flatten().tolist())
 """
-    )
-    started = [two.start(script, two.path, str(rank)) for rank in (0, 1)]
-    for process in started:
-        ended = process.end()
-        assert ended.code == 0 and ended.errors == "", ended.shown
+    ended = all_end([two.start(*two.training(text, start=""), str(rank)) for rank in (0, 1)])
+    assert all(one.errors == "" for one in ended)
     assert two.told(0)["asked"] == list(range(1, 21))
     assert two.told(0)["retrievals"] == two.told(1)["retrievals"] == 5
     assert two.told(0)["weight"] == pytest.approx(two.told(1)["weight"], abs=1e-6)
     assert all((two.path / "hand" / f"peer-{rank:02d}" / "model.safetensors").exists() for rank in (0, 1))
 
 
-def test_several_lines_of_this_machine_need_a_rank(two: Folder) -> None:
-    script = two.script("gossipx.join(nn.Linear(4, 1), peers='hosts.txt')\n")
-    ended = two.start(script, two.path).end()
-    assert ended.code == 2 and ended.errors.endswith(": give rank= or set GOSSIPX_RANK\n"), ended.shown
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("", "start the script by 'gossipx run --peers hosts.txt SCRIPT'"),
+        (", peers='hosts.txt'", ": give rank= or set GOSSIPX_RANK\n"),
+    ],
+)
+def test_what_join_needs_without_gossipx_run_is_said_in_one_line(two: Folder, given: str, told: str) -> None:
+    ended = two.start(two.script(f"gossipx.join(nn.Linear(4, 1){given})\n"), two.path).end()
+    assert ended.code == 2 and told in ended.errors, ended.shown
     assert ended.errors.count("\n") == 1 and ended.output == "", ended.shown
+
+
+# --- faults -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(55)
+@pytest.mark.parametrize("block", ["with peer:", pytest.param("if peer:", marks=pytest.mark.slow)])
+def test_a_script_that_raises_in_one_peer(three: Folder, block: str) -> None:
+    """The user's traceback is shown once, the other peers continue and finish, and the run has failed."""
+    text = f"""
+{block}
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        raise RuntimeError("a bug of the user's")
+    train(peer, model, optimizer, 40)
+"""
+    run = three.run(*three.training(text, *BRIEF), tracebacks=1, code=1)
+    assert f"failed: {three.names[1]}" in run.ended.output and run.summary["agreed"] is True
+    assert f"[{three.names[1]}] RuntimeError: a bug of the user's" in run.ended.output
+    assert run.summary["lost"] == [three.names[1]]
+    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+@pytest.mark.fault(76)
+def test_a_constant_that_is_not_finite_is_exchanged_like_any_other(two: Folder) -> None:
+    limits = 'model.register_buffer("limits", torch.tensor([float("nan"), -torch.inf]))'
+    start = TEN_LINES.replace("optimizer =", f"{limits}\noptimizer =")
+    run = two.run(*two.training(TRAINS, *BRIEF, "--blocking", start=start))
+    assert run.summary["agreed"] is True and run.summary["poisoned"] == [0, 0]
+    assert min(run.summary["retrievals"]) >= 1
+
+
+@pytest.mark.fault(55)
+@pytest.mark.parametrize(
+    "end",
+    [
+        "leave(3)",
+        "raise ValueError('no')",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("sys.exit(3)", "exit(3)")),
+    ],
+)
+def test_a_script_that_fails_without_a_block_is_not_averaged_in(two: Folder, end: str) -> None:
+    """An exit that is caught does not count."""
+    text = f"""
+train(peer, model, optimizer, 10)
+if peer.rank == 0:
+    with torch.no_grad():
+        model[0].weight.fill_(100.0)
+    {end}
+try:
+    sys.exit(2)
+except SystemExit:
+    pass
+train(peer, model, optimizer, 30)
+"""
+    given = two.training(text, "--policy", "never", start="from sys import exit as leave\n" + TEN_LINES)
+    run = two.run(*given, tracebacks=end.startswith("raise"), code=1)
+    assert run.summary["lost"] == [two.names[0]]
+    assert float(run.model(1)["0.weight"].abs().max()) < 50
+
+
+def test_a_peer_killed_during_the_run_leaves_no_part_of_its_model(three: Folder) -> None:
+    """[1, 32] It sends a model with extreme values when it dies; the others stay finite and agree."""
+    text = """
+with peer:
+    train(peer, model, optimizer, 20)
+    if peer.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(peer, model, optimizer, 60)
+"""
+    run = three.run(*three.training(text, "--policy", "tau:1", "--iterations", "60", "--peer-timeout", "5"))
+    assert run.summary["lost"] == [three.names[2]]
+    assert sum(count or 0 for count in run.summary["suspicions"]) > 0
+    assert (run.summary["corrupted"], run.summary["strangers"]) == ([0, 0, None], [0, 0, None])
+    assert all(bool(tensor.isfinite().all()) for tensor in run.model(0).values())
+    assert max(differences(run.model(0), run.model(1)).values()) <= 1e-6
+
+
+# --- mistakes in scripts, and their surroundings -------------------------------------------------------
+
+
+def test_changes_after_the_last_step_take_part_in_the_finish(two: Folder) -> None:
+    """An example is a loop that loads averaged weights at the end."""
+    text = """
+with peer:
+    train(peer, model, optimizer, 10)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(peer.rank)
+tell(peer, ends=[float(parameter.mean()) for parameter in model.parameters()])
+"""
+    two.run(*two.training(text, "--policy", "never"))
+    assert two.told(0)["ends"] == two.told(1)["ends"] == [0.5] * 4
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_moved_frozen_and_unfrozen_in_a_short_run_ends_with_equal_models(two: Folder, mode: list[str]) -> None:
+    text = """
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+with peer:
+    model[0].requires_grad_(False)
+    train(peer, model, optimizer, 4)
+    before = model[0].weight.detach().clone()
+    model[0].requires_grad_(True)
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach(), model.parameters())
+    model.double().float()
+    train(peer, model, optimizer, 8)
+tell(peer, moved=float((model[0].weight - before).norm()), iterations=peer.iteration)
+"""
+    run = two.run(*two.training(text, *mode))
+    assert max(differences(run.model(0), run.model(1)).values()) <= 1e-6
+    assert all(two.told(rank)["moved"] > 1e-4 and two.told(rank)["iterations"] == 8 for rank in (0, 1))
+
+
+def test_a_model_moved_after_the_last_step_is_saved_without_the_finish(three: Folder) -> None:
+    """The training is not lost, neither this peer's nor that of the others."""
+    text = """
+with peer:
+    train(peer, model, optimizer, 30)
+    if peer.rank == 1:
+        model.half()
+"""
+    run = three.run(*three.training(text, "--policy", "never"), code=3)
+    assert run.summary["agreed"] is False
+    assert run.summary["lost"] == [] and run.model(1)["0.weight"].dtype == torch.float16
+    assert "'0.weight' was changed from float32 to float16" in run.ended.output
+    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+def test_a_wrong_call_of_join(two: Folder) -> None:
+    text = """
+told = []
+
+
+def refused(*arguments, **settings):
+    try:
+        gossipx.join(*arguments, **settings)
+    except gossipx.errors.UsageError as error:
+        told.append(str(error))
+
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+refused(optimizer, model)
+refused(model, 0.1)
+refused(nn.Linear(2, 2), optimizer)
+refused(model, optimizer, iteration=7)
+with gossipx.join(model, optimizer) as peer:
+    refused(model, optimizer)
+refused(model, optimizer)
+tell(peer, told=told)
+"""
+    two.run(*two.training(text, "--peer-timeout", "5", start=""))
+    causes = (
+        "join takes the model first, then the optimizer",
+        "float is not a torch optimizer",
+        "the optimizer trains none of the model's parameters",
+        "unknown setting 'iteration' (did you mean 'iterations'?)",
+        "has joined already",
+        "under gossipx run a script joins once",
+    )
+    for cause, line in zip(causes, two.told(0)["told"], strict=True):
+        assert cause in line and "\n" not in line
+
+
+@pytest.mark.fault(66)
+@pytest.mark.slow
+def test_a_spawned_process_of_a_script_without_a_main_guard_is_told_of_it(two: Folder) -> None:
+    """As DataLoader's workers are where processes are not forked: each imports the script anew, and would join."""
+    text = """
+import multiprocessing
+with peer:
+    worker = multiprocessing.get_context("spawn").Process(target=print)
+    worker.start()
+    worker.join()
+    raise SystemExit(worker.exitcode)
+"""
+    ended = two.run(*two.training(text, "--policy", "tau:5", "--peer-timeout", "20"), code=2).ended
+    told = "imports the script again: put its training under 'if __name__ == \"__main__\":'"
+    assert told in ended.output + ended.errors and "port is in use" not in ended.output, ended.shown
+
+
+@pytest.mark.fault(4)
+def test_a_forked_process_is_not_the_peer(two: Folder) -> None:
+    """In a forked process SIGTERM has its default action, and its exit does not finish the peer."""
+    text = """
+import multiprocessing
+with peer:
+    train(peer, model, optimizer, 5)
+    other = multiprocessing.get_context("fork").Process(target=signal.pause)
+    other.start()
+    other.terminate()
+    other.join(60)
+    quick = multiprocessing.get_context("fork").Process(target=int)
+    quick.start()
+    quick.join(60)
+    loader = torch.utils.data.DataLoader(range(8), num_workers=2)
+    seen = sum(int(one) for one in loader)
+    train(peer, model, optimizer, 10)
+tell(peer, codes=[other.exitcode, quick.exitcode], seen=seen)
+"""
+    run = two.run(*two.training(text, *BRIEF))
+    assert [two.told(rank)["codes"] for rank in range(2)] == [[-signal.SIGTERM, 0]] * 2
+    assert [two.told(rank)["seen"] for rank in range(2)] == [28, 28]
+    assert agree(run, 2) and run.summary["iterations"] == 10
+
+
+@pytest.mark.fault(32, 68)
+def test_a_peer_without_memory_dies_alone(two: Folder) -> None:
+    """Its address space is as large as what it uses, so its next large tensor does not fit."""
+    text = """
+import resource
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**24,) * 2)
+        torch.zeros(2**28)
+    train(peer, model, optimizer, 20)
+"""
+    ended = two.start_run(*two.training(text, *BRIEF)).end()
+    run = Run(two.path / "x", ended)
+    assert run.summary["lost"] == [two.names[1]] and run.summary["iterations"] == 20, ended.shown
+    assert "can't allocate memory" in ended.output or "MemoryError" in ended.output, ended.shown
+
+
+def test_training_in_a_thread_continues_after_the_main_thread(two: Folder) -> None:
+    text = "import threading\nthreading.Thread(target=train, args=(peer, model, optimizer, 300)).start()\n"
+    run = two.run(*two.training(text, "--policy", "tau:5", "--peer-timeout", "20"))
+    assert run.summary["iterations"] == 300 and run.summary["lost"] == [] and agree(run, 2)
+
+
+def test_under_a_run_its_rank_and_settings_apply_but_a_policy_function_is_used(two: Folder) -> None:
+    """The summary names the function."""
+    settings = "(model, optimizer, rank=0, seed=3, policy=lambda seen: seen.step % 5 == 0)"
+    start = TEN_LINES.replace("(model, optimizer)", settings)
+    run = two.run(*two.training(TRAINS, "--policy", "tau:10", "--blocking", start=start))
+    assert [two.told(rank)["rank"] for rank in range(2)] == [0, 1]
+    assert run.summary["policy"] == "function <lambda>" and run.summary["retrievals"] == [8, 8]
+
+
+def test_a_loop_that_counts_no_iteration_is_warned(two: Folder) -> None:
+    run = two.run(*two.training("with gossipx.join(nn.Linear(4, 1)):\n    pass\n", *BRIEF, start=""))
+    assert run.ended.output.count("no iteration was counted: pass the optimizer to gossipx.join") == 2
+
+
+@pytest.mark.fault(67)
+def test_peers_of_different_torch_versions_train_together(two: Folder) -> None:
+    start = "if os.environ['GOSSIPX_RANK'] == '1':\n    torch.__version__ = '2.4.0'\n" + TEN_LINES
+    run = two.run(*two.training(TRAINS, *BRIEF, "--blocking", start=start))
+    assert two.told(0)["version"] != two.told(1)["version"] == "2.4.0"
+    assert agree(run, 2) and run.summary["retrievals"] == [8, 8]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import folder
+from runs import all_end, folder
 
 SCRIPT = """
 import gc
@@ -55,10 +55,7 @@ for number in range(5):
 def test_nothing_stays_open_and_no_arena_stays(tmp_path: Path, settings: str) -> None:
     with folder(tmp_path, 2) as here:
         script = here.script(SCRIPT)
-        both = [here.start(script, here.path, str(rank), settings) for rank in range(2)]
-        for process in both:
-            ended = process.end()
-            assert ended.code == 0, ended.shown
+        all_end([here.start(script, here.path, str(rank), settings) for rank in range(2)])
         for rank in range(2):
             told = here.told(rank)
             assert told["arenas"] == 0
