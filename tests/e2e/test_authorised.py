@@ -1,17 +1,21 @@
-"""Authentication by a secret or by mutual TLS: CommManagers in one process, over real sockets."""
+"""Which connections CommManagers admit, and how many: over real sockets, without and with a secret or mutual TLS."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
+import queue
 import random
+import re
+import resource
 import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +23,219 @@ import managers
 import msgspec
 import pytest
 from certificates import Authority, Identity
-from managers import LONG, Heard, Host, Run, failure, frame, knock, read_frame
+from managers import LONG, MANIFEST, SHORT, Heard, Host, Run, failure, frame, introduced, knock, read_frame, soon
 
-from gossipx.errors import NotAuthorisedError, ProtocolError, StrangerError
+from gossipx.errors import (
+    CancelledError,
+    ModelMismatchError,
+    NotAuthorisedError,
+    ProtocolError,
+    RefusedError,
+    StrangerError,
+)
 from gossipx.protocol.fields import SMALL_METADATA, kind_of
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, RoundRequest, Stage
-from gossipx.transports import Address, handshake
+from gossipx.transports import handshake
 from gossipx.transports.access import SecretFile
 from gossipx.transports.link import Link
-from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, frames
+from gossipx.transports.sockets import SocketStream
+from gossipx.wire import Bytes, Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames
 from gossipx.wire.auth import FixedSecrets, Secret
 from runs import open_files
 
-start, heard = managers.start, managers.heard
+start, two, heard = managers.start, managers.two, managers.heard
 SECRET = FixedSecrets((Secret(b"the secret of these tests"),))
 WRONG = FixedSecrets((Secret(b"another one, of somebody else"),))
 Start = Callable[[int], Run]
 
 
-@pytest.fixture(params=["secret", "tls"])
+@pytest.fixture(params=["none", "secret", "tls"])
 def guard(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Return the settings that make a CommManager authenticate others."""
-    return {"secret": SECRET} if request.param == "secret" else {"transport": Authority(tmp_path).issue().transport()}
+    if request.param == "tls":
+        return {"transport": Authority(tmp_path).issue().transport()}
+    return {"secret": SECRET} if request.param == "secret" else {}
 
 
-# --- between members ----------------------------------------------------------------------------
+# --- admission, with any guard or none ----------------------------------------------------------
 
 
-def test_another_hosts_file_or_model_is_reported_as_without_a_secret(start: Start, guard: dict[str, Any]) -> None:
-    run = start(3)
+def test_another_hosts_file_is_refused(start: Start, guard: dict[str, Any]) -> None:
+    run = start(2)
     a, b = run.host(0, **guard), run.host(1, peers_digest="another list", **guard)
-    assert "hosts files of peer-00 (3 peers) and peer-01 (3 peers) differ" in str(failure(a, 1))
-    run.host(2, manifest=["bias float32 (11,) (1,)"], **guard)
-    assert "peer-02: its model differs: tensor 0" in str(failure(a, 2))
+    error = failure(a, 1)
+    assert isinstance(error, ProtocolError)
+    assert "hosts files of peer-00 (2 peers) and peer-01 (2 peers) differ" in str(error)
     assert b.received.empty()
 
 
-# --- strangers ----------------------------------------------------------------------------------
+@pytest.mark.fault(21)
+def test_another_model_names_the_first_tensor(start: Start, guard: dict[str, Any]) -> None:
+    run = start(2)
+    a = run.host(0, **guard)
+    b = run.host(1, manifest=[MANIFEST[0], "bias float32 (11,) (1,)"], **guard)
+    for asking, other in ((a, 1), (b, 0)):
+        error = failure(asking, other)
+        assert isinstance(error, ModelMismatchError)
+        assert error.exit_code == 2
+    assert str(error) == (
+        "peer-00: its model differs: tensor 1 is 'bias float32 (11,) (1,)' here and 'bias float32 (10,) (1,)' there;"
+        " build the same model on every host"
+    )
+    assert a.received.empty()
+    assert b.received.empty()
+
+
+def everything(stream: socket.socket) -> bytes:
+    """End the sending direction and return all that arrives, if only a reset because the peer closed first."""
+    data = b""
+    with contextlib.suppress(OSError):
+        stream.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(ConnectionResetError):
+        while piece := stream.recv(10_000):
+            data += piece
+    return data
+
+
+GARBAGE = {
+    "HTTP": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "random": random.Random(0).randbytes(300),
+    "zeros": bytes(100),
+    "another kind": b"GSPX" + frames.VERSION.to_bytes(2, "big") + b"\xff" * 50,
+    "half an opening": frame(Open("0" * 64, "the same list", "peer-00", "peer-01"))[:-5],
+    "a request": frame(PullRequest(1, 30.0)),
+    "a proof at once": frame(Proof(("0" * 64,))),
+    "a challenge": frame(Challenge("0" * 64)),
+    "no proof": frame(Open("0" * 64, "a", "b", "c")) + frame(PullRequest(1, 30.0)),
+    "huge lengths": frames._HEADER.pack(b"GSPX", frames.VERSION, 6, 0, 2**32 - 1, 2**63) + bytes(8),
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+@pytest.mark.fault(14, 15)
+def test_garbage_is_closed_quietly(start: Start, heard: Heard, guard: dict[str, Any], data: bytes) -> None:
+    run = start(2)
+    a, b = run.host(0, **guard), run.host(1, **guard)
+    with knock(b) as stream:
+        stream.sendall(data)
+        everything(stream)
+    assert heard.wait("the connection from 127.0.0.1").levelno == logging.DEBUG
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+@pytest.mark.fault(12)
+def test_a_damaged_frame_is_refused_counted_and_told_once_a_minute(two: tuple[Host, Host], heard: Heard) -> None:
+    """It was closed without a word above the level of debugging."""
+    a, b = two
+    for _ in range(3):
+        with knock(b) as stream:
+            hello = bytearray(frame(Hello(0, "peer-00", 2, "the same list", "m")))
+            hello[-2] ^= 1
+            stream.sendall(hello)
+            with contextlib.suppress(ConnectionResetError):
+                assert stream.recv(100) == b""
+    told = heard.wait("does not match its checksum: it is refused")
+    assert told.levelno == logging.WARNING and re.search(r"\([123] refused so far\)", told.getMessage())
+    assert (a.comm.counts["corrupted"], b.comm.counts["corrupted"]) == (0, 3)
+    assert not any("it is refused" in record.getMessage() for record in list(heard.records.queue))
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+@pytest.mark.fault(16)
+def test_a_peer_of_another_version_learns_ours_in_a_frame(two: tuple[Host, Host]) -> None:
+    with knock(two[0]) as stream:
+        hello = bytearray(frame(Hello(1, "peer-01", 2, "the same list", "m")))
+        hello[4:6] = b"\x00\x63"
+        stream.sendall(hello)
+        refused = read_frame(stream)
+    assert refused is not None
+    assert isinstance(refused.message, Refused)
+    assert "version 99" in refused.message.reason
+    assert f"version {frames.VERSION}" in refused.message.reason
+
+
+def test_settings_that_must_be_equal_are_compared(start: Start) -> None:
+    run = start(3)
+    hosts = [run.host(rank, settings={"--mode": mode}) for rank, mode in enumerate(("push", "pull", "push"))]
+    for asking, other in ((0, 1), (1, 0)):
+        error = hosts[asking].ask(other, LeaveRequest()).get(timeout=LONG)
+        assert isinstance(error, ProtocolError)
+        assert "--mode is " in str(error) and "; give every peer the same" in str(error)
+    assert hosts[0].comm.trust.doubt is not None and not hosts[0].comm.trust.is_outcast, "by one of two"
+    asked = hosts[0].ask(2, LeaveRequest())
+    _, key, _ = hosts[2].received.get(timeout=LONG)
+    hosts[2].answer(key, HereReply(Stage.TRAIN))
+    assert asked.get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_a_long_reason_is_truncated(start: Start) -> None:
+    run = start(2)
+    hosts = [run.host(rank, settings={"--a": str(rank) * 1000}) for rank in range(2)]
+    error = hosts[0].ask(1, LeaveRequest()).get(timeout=LONG)
+    assert isinstance(error, RefusedError)
+    assert str(error).startswith("peer-01: refused: --a is 0000")
+
+
+def test_a_cancelled_request_is_reported_without_a_thread_to_spare(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*given: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("gossipx.comm.client.call_back_in_thread", none_left)
+    run = start(2)
+    a, b = run.host(0), run.host(1)
+    for _ in range(20):
+        results: queue.Queue[Any] = queue.Queue()
+        sink = Bytes(memoryview(bytearray(4)))
+        a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=sink, done=results.put)()
+        assert isinstance(results.get(timeout=LONG), CancelledError)
+        assert results.empty()
+    b.serve(b"four")
+    buffer = bytearray(4)
+    assert a.ask(1, PullRequest(1, 30.0), buffer).get(timeout=LONG) == ModelReply(1)
+
+
+def test_another_peer_at_the_address_is_refused(start: Start) -> None:
+    run = start(3)
+    a, b = run.host(0), run.host(1)
+    run.addresses[2] = b.comm.address
+    assert "answers peer-01, rank 1, not rank 2" in str(a.ask(2, LeaveRequest()).get(timeout=LONG))
+    run.addresses[2] = a.comm.address
+    assert "is this peer itself" in str(a.ask(2, LeaveRequest()).get(timeout=LONG))
+
+
+def test_a_peer_of_another_model_is_not_served(start: Start) -> None:
+    run = start(2)
+    a = run.host(0)
+    with knock(a) as stream:
+        stream.sendall(frame(Hello(1, "peer-01", 2, "the same list", "another model")))
+        assert read_frame(stream) is not None
+        stream.sendall(frame(PullRequest(1, 30.0), 1))
+        refused = read_frame(stream)
+    assert refused is not None
+    assert refused.message == Refused("the models differ, or its rank belongs to another peer by now")
+    assert a.received.empty()
+
+
+def test_only_requests_are_served(start: Start, heard: Heard) -> None:
+    run = start(2)
+    a = run.host(0)
+    with introduced(a, 1, run.names) as stream:
+        stream.sendall(frame(HereReply(Stage.DONE)))
+        assert read_frame(stream) is None
+    heard.wait("it sent HereReply, not a request")
+    with knock(a) as stream:
+        stream.sendall(frame(LeaveRequest()))
+        assert read_frame(stream) is None
+    heard.wait("it began with LeaveRequest, not Hello")
+    assert a.received.empty()
+
+
+# --- peers with another secret ----------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(18)
@@ -103,17 +283,6 @@ def test_one_stranger_makes_nobody_an_outcast(start: Start) -> None:
     assert stranger.comm.trust.is_outcast
 
 
-def everything(stream: socket.socket) -> bytes:
-    """End the sending direction and return all that arrives, if only a reset because the peer closed first."""
-    data = b""
-    with contextlib.suppress(OSError):
-        stream.shutdown(socket.SHUT_WR)
-    with contextlib.suppress(ConnectionResetError):
-        while piece := stream.recv(10_000):
-            data += piece
-    return data
-
-
 def test_a_stranger_is_told_nothing_about_the_run(start: Start) -> None:
     run = start(2)
     b = run.host(1, secret=SECRET)
@@ -132,32 +301,6 @@ def test_a_stranger_is_told_nothing_about_the_run(start: Start) -> None:
     assert b.received.empty()
 
 
-GARBAGE = {
-    "HTTP": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-    "random": random.Random(0).randbytes(300),
-    "half an opening": frame(Open("0" * 64, "the same list", "peer-00", "peer-01"))[:-5],
-    "a request": frame(PullRequest(1, 30.0)),
-    "a proof at once": frame(Proof(("0" * 64,))),
-    "a challenge": frame(Challenge("0" * 64)),
-    "no proof": frame(Open("0" * 64, "a", "b", "c")) + frame(PullRequest(1, 30.0)),
-    "huge lengths": frames._HEADER.pack(b"GSPX", frames.VERSION, 6, 0, 2**32 - 1, 2**63) + bytes(8),
-}
-
-
-@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
-@pytest.mark.fault(14, 15)
-def test_garbage_is_closed_quietly(start: Start, heard: Heard, guard: dict[str, Any], data: bytes) -> None:
-    run = start(2)
-    a, b = run.host(0, **guard), run.host(1, **guard)
-    with knock(b) as stream:
-        stream.sendall(data)
-        everything(stream)
-    assert heard.wait("the connection from 127.0.0.1").levelno == logging.DEBUG
-    b.serve(b"")
-    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
-
-
 @pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.fault(14)
 def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secret: FixedSecrets | None) -> None:
@@ -173,94 +316,37 @@ def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secr
 # --- attackers in the middle --------------------------------------------------------------------
 
 
-class Middle:
-    """Forwards connections to ``target``, passing the client's bytes through ``change`` and the server's through
-    ``back``; both functions get the number of bytes forwarded before."""
-
-    def __init__(self, target: Address):
-        self.sent = bytearray()
-        self.change = self.back = lambda data, before: data
-        self._target = target
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.address = Address(*self._listening.getsockname())
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listening.accept()
-                server = socket.create_connection((self._target.host, self._target.port))
-                for ends in ((client, server, True), (server, client, False)):
-                    thread = threading.Thread(target=self._pass, args=ends)
-                    self._threads.append(thread)
-                    thread.start()
-
-    def _pass(self, source: socket.socket, target: socket.socket, forth: bool) -> None:
-        passed = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(100_000):
-                if forth:
-                    self.sent += data
-                target.sendall((self.change if forth else self.back)(data, passed))
-                passed += len(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-
-
-@pytest.fixture
-def middle() -> Iterator[Callable[[Address], Middle]]:
-    made: list[Middle] = []
-
-    def make(target: Address) -> Middle:
-        made.append(Middle(target))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def flip(at: int) -> Callable[[bytes, int], bytes]:
-    def change(data: bytes, before: int) -> bytes:
-        if before <= at < before + len(data):
-            return data[: at - before] + bytes([data[at - before] ^ 1]) + data[at - before + 1 :]
-        return data
-
-    return change
-
-
+@pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.fault(12)
 def test_a_model_changed_in_transit_is_refused(
-    start: Start, guard: dict[str, Any], middle: Callable[[Address], Middle]
+    start: Start, monkeypatch: pytest.MonkeyPatch, secret: FixedSecrets | None
 ) -> None:
-    run = start(2)
-    a, b = run.host(0, share_memory=False, **guard), run.host(1, **guard)
-    b.serve(bytes(1_000_000))
-    way = middle(b.comm.address)
-    run.addresses[1] = way.address
-    assert a.ask(1, PullRequest(1, 30.0), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(1)
-    way.back = flip(1_700_000)  # in the second model, on the same connection
-    error = a.ask(1, PullRequest(2, 30.0), bytearray(1_000_000)).get(timeout=LONG)
-    assert isinstance(error, ProtocolError), error
-    assert "does not match" in str(error) or "bad record mac" in str(error)
-    way.back = flip(-1)
-    assert a.ask(1, PullRequest(3, 30.0), bytearray(1_000_000)).get(timeout=LONG) == ModelReply(3)
+    run, model, changes = start(2), bytes(1_000_000), [17]
+    a, b = (run.host(rank, share_memory=False, secret=secret) for rank in range(2))
+    b.serve(model)
+    receive = SocketStream.receive_into
+
+    def receive_changed(stream: SocketStream, view: memoryview, deadline: float, observe: Any = None) -> int:
+        def change(part: memoryview) -> None:
+            if changes and len(view) > 100_000:
+                part[changes.pop()] ^= 1
+            observe(part)
+
+        return receive(stream, view, deadline, observe and change)
+
+    monkeypatch.setattr(SocketStream, "receive_into", receive_changed)
+    error = a.ask(1, PullRequest(1, 30.0), bytearray(len(model))).get(timeout=LONG)
+    assert isinstance(error, ProtocolError) and "does not match" in str(error), error
+    assert a.ask(1, PullRequest(2, 30.0), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)
 
 
 @pytest.mark.fault(19)
-def test_a_connection_relayed_to_its_opener_is_refused(start: Start, middle: Callable[[Address], Middle]) -> None:
+def test_a_connection_relayed_to_its_opener_is_refused(start: Start) -> None:
     run = start(3)
     a, c = run.host(0, secret=SECRET), run.host(2, secret=SECRET)
-    run.addresses[1] = middle(a.comm.address).address
+    run.addresses[1] = a.comm.address
     assert "this is peer-00 itself, not peer-01" in str(failure(a, 1))
-    run.addresses[1] = middle(c.comm.address).address
+    run.addresses[1] = c.comm.address
     assert "this is peer-02, not peer-01" in str(failure(a, 1))
     assert a.received.empty()
     assert c.received.empty()
@@ -299,7 +385,98 @@ def test_a_certificate_of_the_run_is_valid_for_its_own_host_only(start: Start, t
     assert a.received.empty()
 
 
-# --- many connections ---------------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(25)
+def test_idle_strangers_are_disconnected_in_time(start: Start) -> None:
+    b = start(2).host(1, peer_timeout=SHORT)
+    strangers = [knock(b) for _ in range(20)]
+    for stranger in strangers:
+        with stranger:
+            assert stranger.recv(1) == b""
+
+
+@pytest.mark.fault(8)
+def test_a_request_that_trickles_in_is_dropped(start: Start) -> None:
+    run = start(2)
+    b = run.host(1, peer_timeout=SHORT)
+    with introduced(b, 0, run.names) as stream:
+        stream.sendall(frame(LeaveRequest())[:10])
+        assert stream.recv(1) == b""
+
+
+@pytest.mark.fault(25)
+def test_above_the_cap_the_oldest_stranger_is_closed(start: Start, heard: Heard) -> None:
+    run = start(3)
+    # Without shared memory each peer has one connection; with it there is briefly a second one.
+    a, b, c = (run.host(rank, share_memory=False, **more) for rank, more in enumerate(({}, {"max_connections": 3}, {})))
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    strangers = [knock(b) for _ in range(2)]
+    for _ in range(20):
+        strangers.append(knock(b))
+        with strangers.pop(0) as oldest:
+            assert oldest.recv(1) == b""
+    assert heard.wait("3 connections are open").levelno == logging.WARNING
+    # The peer connected before is still served, and so is a new one.
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    assert c.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    for stranger in strangers:
+        stranger.close()
+    while not heard.records.empty():
+        assert heard.records.get().levelno == logging.DEBUG  # one warning only
+
+
+@pytest.mark.fault(25)
+def test_at_most_32_strangers_stay_connected_below_the_cap(start: Start, heard: Heard) -> None:
+    """Capacity reserved for peers is not given to strangers while few peers are connected."""
+    run = start(3)
+    a, b = run.host(0, share_memory=False), run.host(1)
+    b.serve(b"")
+    with contextlib.ExitStack() as undo:
+        strangers = [undo.enter_context(knock(b)) for _ in range(40)]
+        for oldest in strangers[:8]:
+            assert oldest.recv(1) == b""
+        assert "32 connections are open" in heard.wait("connections are open").getMessage()
+        assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+        assert strangers[8].recv(1) == b"", "closed in favour of the peer"
+        for other in strangers[9:]:
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                other.recv(1)
+
+
+@pytest.mark.fault(25)
+def test_a_new_connection_is_closed_if_no_stranger_can_be(start: Start) -> None:
+    run = start(2)
+    # Without shared memory there is one connection; with it there is briefly a second one.
+    a, b = run.host(0, share_memory=False), run.host(1, max_connections=1)
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    with knock(b) as stream:
+        assert stream.recv(1) == b""
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+@pytest.mark.fault(40)
+def test_out_of_descriptors_then_recovers(start: Start, heard: Heard) -> None:
+    b = start(2).host(1)
+    place = b.comm.address
+    with socket.socket() as stranger:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            stranger.settimeout(LONG)
+            stranger.connect((place.host, place.port))
+            warning = heard.wait(os.strerror(errno.EMFILE))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert warning.levelno == logging.WARNING
+        stranger.sendall(frame(Hello(0, "peer-00", 2, "another list", "m")))
+        assert read_frame(stranger) is not None
 
 
 @pytest.mark.fault(25)
