@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from ports import places
 from seeds import some
 from served_loops import STEPS, Join, Step, batch, loop, loss_of, net, plain, same, served, sgd
-from solving import Made, weights
 from torch import Tensor, nn
 
-import gossipx
 from gossipx.errors import UsageError
-from gossipx.solver.solver import Solver
-from runs import Folder, differences
 
 pytestmark = pytest.mark.fault(46)
 
@@ -228,52 +222,6 @@ def test_grad_scaler_with_a_fused_optimizer(join: Join, kind: str, clips: bool, 
     same(model, loop(alone := net(), made(alone), scaling(clips, skipped), 8), rtol=1e-5, atol=1e-6)
 
 
-TWO_WORKERS = """
-torch.manual_seed(3)
-model = nn.Linear(4, 3)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-skipped = 0
-with gossipx.join(model, optimizer) as peer:
-    for number in range(12):
-        optimizer.zero_grad()
-        loss = (model(batch(peer)).double() - 1).square().mean()
-        overflows = peer.rank == 1 and number in (0, 5)
-        scaler.scale(loss * float("inf") if overflows else loss).backward()
-        before = peer.iteration
-        scaler.step(optimizer)
-        scaler.update()
-        skipped += peer.iteration == before
-    tell(peer, skipped=skipped, iteration=peer.iteration)
-"""
-
-
-def two_workers(iterations: int) -> nn.Module:
-    """Train on both workers' batches in one process; the second worker leaves two iterations early."""
-    torch.manual_seed(3)
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for number in range(iterations):
-        optimizer.zero_grad()
-        ranks = (0, 1) if number < iterations - 2 else (0,)
-        for rank in ranks:
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * rank + number))
-            ((model(x).double() - 1).square().mean() / len(ranks)).backward()
-        optimizer.step()
-    return model
-
-
-def test_a_worker_that_skips_steps_delays_the_others_and_hangs_nobody(two: Folder) -> None:
-    """With bsp, its next step that is not skipped counts for the iteration that the other worker waits for."""
-    script = two.script(TWO_WORKERS)
-    run = two.run("--servers", "0,1", "--peer-timeout", "20", script, two.path)
-    assert two.told(1) == {"skipped": 2, "iteration": 10}
-    assert two.told(0) == {"skipped": 0, "iteration": 12}
-    assert run.summary["poisoned"] == [0, 0] and run.summary["lost"] == []
-    reference = two_workers(12).state_dict()
-    assert max(differences(run.model(0), reference).values()) < 1e-5
-
-
 # --- changes that begin later, or that happen elsewhere -----------------------------------------------------
 
 
@@ -398,26 +346,3 @@ def test_a_hook_on_parameters_that_clips_during_backward(join: Join) -> None:
 
 
 # --- solvers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["clip_gradients: 0.1", "iter_size: 3", "iter_size: 2\nclip_gradients: 0.1"])
-def test_a_solver_that_clips_or_accumulates(tmp_path: Path, text: str) -> None:
-    """Its first gradients are below the limit."""
-
-    def solver(name: str) -> Solver:
-        losses = iter([0.001] * 3 + [1.0] * 100)
-        (folder := tmp_path / name).mkdir()
-
-        def loss(output: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(output, y) * next(losses)
-
-        return Made(folder, text, loss=loss).solver
-
-    hosts = tmp_path / "hosts.txt"
-    hosts.write_text(f"{places(1)[0]}\n")
-    served, alone = solver("served"), solver("alone")
-    settings = {"mode": "server", "servers": "0", "peer_timeout": 20.0, "logdir": str(tmp_path)}
-    with gossipx.attach(served, peers=hosts, rank=0, **settings):
-        served.step(6)
-    alone.step(6)
-    torch.testing.assert_close(weights(served), weights(alone))
