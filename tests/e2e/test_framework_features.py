@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_integrations import ACCELERATE, BEGIN, LIGHTNING, TRANSFORMERS, require
+from test_integrations import ACCELERATE, LIGHTNING, TRANSFORMERS, require, run_both
 
 from runs import Folder
 
@@ -19,10 +19,7 @@ told["ended"] = values(module)
 
 def told_by_both(two: Folder, text: str) -> list[Any]:
     """Run a script as two peers, and return what they told; both end with one model."""
-    script = two.script(BEGIN + text + TELL)
-    for process in [two.start(script, two.path, str(peer), "1") for peer in range(2)]:
-        ended = process.end()
-        assert ended.code == 0, ended.shown
+    run_both(two, text + TELL)
     here = [two.told(peer) for peer in range(2)]
     assert here[0]["ended"] == pytest.approx(here[1]["ended"], abs=1e-5)
     return here

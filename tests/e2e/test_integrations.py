@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from ports import free_ports
 from seeds import some
 
-from runs import Folder, folder
+from runs import Ended, Folder, all_end
 
 BEGIN = """
 import logging
@@ -239,11 +238,10 @@ rank = os.environ.get("LOCAL_RANK", "0")
 LOOPS = {"lightning": LIGHTNING, "transformers": TRANSFORMERS, "accelerate": ACCELERATE}
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[Folder]:
-    """A folder for two peers."""
-    with folder(tmp_path, 2) as made:
-        yield made
+def run_both(two: Folder, text: str) -> list[Ended]:
+    """Run a script as two peers of one process each."""
+    script = two.script(BEGIN + text)
+    return all_end([two.start(script, two.path, str(peer), "1") for peer in range(2)])
 
 
 def check(here: list[Any], iterations: int) -> None:
@@ -280,10 +278,7 @@ def require(framework: str) -> None:
 @pytest.mark.parametrize("name", some(LOOPS, "transformers", "accelerate"))
 def test_a_framework_gossips_and_resumes_from_its_own_checkpoint(two: Folder, name: str) -> None:
     require(name)
-    script = two.script(BEGIN + LOOPS[name] + END)
-    for process in [two.start(script, two.path, str(peer), "1") for peer in range(2)]:
-        ended = process.end()
-        assert ended.code == 0, ended.shown
+    for ended in run_both(two, LOOPS[name] + END):
         assert "each peer keeps its checkpoints in a directory of its own there, this one in" in ended.errors
     here = [two.told(f"{peer}-0") for peer in range(2)]
     check(here, 8)
@@ -305,15 +300,16 @@ class Finetuned(Module):
         return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.01)
 
 
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, OnExceptionCheckpoint
 
+saves = OnExceptionCheckpoint("exc")
 gossip = GossipCallback(**settings)
 module = Finetuned()
 lightning.Trainer(
-    max_epochs=2, accelerator="cpu", callbacks=[BackboneFinetuning(1, verbose=False), gossip, Began()], logger=False,
-    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    max_epochs=2, accelerator="cpu", callbacks=[BackboneFinetuning(1, verbose=False), saves, gossip, Began()],
+    logger=False, enable_progress_bar=False, enable_model_summary=False,
 ).fit(module, torch.utils.data.DataLoader(gossip.shard(Data()), batch_size=8))
-told["ended"] = values(module)
+told["ended"], told["saves"] = values(module), saves.ckpt_path
 (FOLDER / f"{PEER}.json").write_text(json.dumps(told))
 """
 
@@ -321,12 +317,11 @@ told["ended"] = values(module)
 @pytest.mark.fault(49)
 @pytest.mark.slow
 def test_a_backbone_that_lightning_unfreezes_is_exchanged(two: Folder) -> None:
+    """And the checkpoint that it writes after an exception is each peer's own."""
     require("lightning")
-    script = two.script(BEGIN + LIGHTNING[: LIGHTNING.index("data = Data()")] + FINETUNING)
-    for process in [two.start(script, two.path, str(peer), "1") for peer in range(2)]:
-        ended = process.end()
-        assert ended.code == 0, ended.shown
+    run_both(two, LIGHTNING[: LIGHTNING.index("data = Data()")] + FINETUNING)
     one, other = two.told(0), two.told(1)
+    assert [told["saves"] for told in (one, other)] == [f"exc/peer-0{peer}/on_exception.ckpt" for peer in range(2)]
     assert one["ended"] == pytest.approx(other["ended"], abs=1e-6)
     moved = [abs(before - after) for before, after in zip(one["began"][:32], one["ended"][:32], strict=True)]
     assert max(moved) > 1e-3  # the weight of the backbone
@@ -360,25 +355,6 @@ except ArithmeticError:
     assert "no longer waiting" not in ended.output + ended.errors, ended.shown
 
 
-@pytest.mark.slow
-def test_lightnings_checkpoint_of_an_exception_is_each_peers_own(two: Folder) -> None:
-    require("lightning")
-    body = """
-from types import SimpleNamespace
-
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
-
-from gossipx.integrations.lightning import GossipCallback
-
-saves = OnExceptionCheckpoint("exc")
-for _ in range(2):
-    GossipCallback(**settings).setup(SimpleNamespace(checkpoint_callbacks=[saves]), None, "fit")
-(FOLDER / f"{PEER}.json").write_text(json.dumps(saves.ckpt_path))
-"""
-    ended = two.start(two.script(BEGIN + body), two.path, "1", "1").end()
-    assert ended.code == 0 and two.told(1) == "exc/peer-01/on_exception.ckpt", ended.shown
-
-
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("name", some(["lightning", "transformers"], "transformers"))
 def test_a_signal_leaves_a_checkpoint_of_the_framework(two: Folder, name: str) -> None:
@@ -397,16 +373,15 @@ Began.on_train_batch_start = Began.on_step_begin = stop
 {call}
 (FOLDER / f"{{PEER}}.json").write_text(json.dumps(told))
 """
-    script = two.script(BEGIN + whole[: whole.index("first")] + stops)
+    text = whole[: whole.index("first")] + stops
     told = "stopped at ([34]); continue with .*, each peer from its own checkpoint, such as (.*)"
     found = []
-    for peer, process in enumerate([two.start(script, two.path, str(peer), "1") for peer in range(2)]):
-        ended = process.end()
+    for peer, ended in enumerate(run_both(two, text)):
         found += re.findall(told, ended.errors)
-        assert ended.code == 0 and len(found) == peer + 1 and f"peer-{peer:02d}" in found[peer][1], ended.shown
-    for peer, process in enumerate([two.start(script, two.path, str(peer), "1", found[peer][1]) for peer in range(2)]):
-        ended = process.end()
-        assert ended.code == 0 and two.told(peer)["at"] == int(found[peer][0]), ended.shown
+        assert len(found) == peer + 1 and f"peer-{peer:02d}" in found[peer][1], ended.shown
+    script = two.script(BEGIN + text)
+    all_end([two.start(script, two.path, str(peer), "1", kept) for peer, (_, kept) in enumerate(found)])
+    assert [two.told(peer)["at"] for peer in range(2)] == [int(at) for at, _ in found]
 
 
 @pytest.mark.slow
@@ -418,10 +393,7 @@ def test_the_same_with_two_processes_per_peer(two: Folder, name: str) -> None:
     by = [
         ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)) for port in free_ports(2)
     ]
-    started = [two.start(*(by[peer] if launched else ()), script, two.path, str(peer), "2") for peer in range(2)]
-    for process in started:
-        ended = process.end()
-        assert ended.code == 0, ended.shown
+    all_end([two.start(*(by[peer] if launched else ()), script, two.path, str(peer), "2") for peer in range(2)])
     check([two.told(f"{peer}-0") for peer in range(2)], 8 if name == "accelerate" else 4)
     for peer in range(2):
         one, other = two.told(f"{peer}-0"), two.told(f"{peer}-1")
