@@ -1,6 +1,6 @@
 """Emulated networks for tests and benchmarks: a namespace per peer, shaped links, real processes and sockets.
 
-Only rate, delay and loss of the links are emulated: the kernel processes real packets, and programs run unchanged. See
+Only rate and delay of the links are emulated: the kernel processes real packets, and programs run unchanged. See
 :class:`EmulatedNetwork`.
 """
 

@@ -43,23 +43,8 @@ def lacking() -> str | None:
         run("ip", "netns", "add", trial)
         run("ip", "-n", trial, "link", "add", "name", "lan0", "type", "bridge")
         run("ip", "-n", trial, "link", "add", "name", "port0", "type", "veth", "peer", "name", "eth0")
-        run(
-            "tc",
-            "-n",
-            trial,
-            "qdisc",
-            "add",
-            "dev",
-            "eth0",
-            "root",
-            "tbf",
-            "rate",
-            "1gbit",
-            "burst",
-            "1mb",
-            "latency",
-            "1s",
-        )
+        bucket = ("tbf", "rate", "1gbit", "burst", "1mb", "latency", "1s")
+        run("tc", "-n", trial, "qdisc", "add", "dev", "eth0", "root", *bucket)
     except NetworkUnavailableError as error:
         return f"{needs}: {error}"
     finally:
@@ -139,10 +124,10 @@ def run(*command: str, given: str = "") -> str:
     return done.stdout
 
 
-def works(*command: str, given: str = "") -> bool:
+def works(*command: str) -> bool:
     """Return whether a command exists and succeeds."""
     try:
-        run(*command, given=given)
+        run(*command)
     except (NetworkUnavailableError, FileNotFoundError):
         return False
     return True

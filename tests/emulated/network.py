@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 from emulated import namespaces
 from emulated.namespaces import GONE_WITHIN, NetworkUnavailableError, lacking, run, sweep, works
-from emulated.shaping import HIDING, TokenBucket, Ways, netem, nft_rules
+from emulated.shaping import HIDING, TokenBucket, netem
 
 SUBNET = "198.18.0"
 """Reserved for measurements of networks (RFC 2544), so that a stray packet reaches nobody."""
@@ -30,7 +29,7 @@ class Counters:
 
     Attributes:
         sent: bytes from the peer.
-        received: bytes to the peer, including frames that were then dropped to emulate loss.
+        received: bytes to the peer.
         dropped: frames dropped because a queue was full, in both directions.
     """
 
@@ -102,29 +101,27 @@ class EmulatedNetwork:
         peers: number of peers.
         rate: rate of each link in each direction, in tc's notation: ``100mbit``.
         delay_ms: one-way delay between two peers; a round trip takes twice that.
-        loss: fraction of frames lost on the way to each peer, 0 to 1.
 
     Attributes:
         hosts: hosts by number, from 0.
         bucket: token bucket that shapes the links.
-        ways: mechanisms of delay and loss; :meth:`describe` puts them in words.
+        has_switch: whether frames pass through a switch in user space, which delays them, instead of a bridge.
 
     Raises:
         NetworkUnavailableError: this system cannot emulate a network; raised when the block is entered.
         ValueError: invalid arguments.
     """
 
-    def __init__(self, peers: int, rate: str, delay_ms: float = 0.0, loss: float = 0.0):
-        if not 1 <= peers <= MOST_PEERS or delay_ms < 0 or not 0 <= loss < 1:
-            raise ValueError(f"1 to {MOST_PEERS} peers, a delay that is not negative, a loss of 0 to less than 1")
+    def __init__(self, peers: int, rate: str, delay_ms: float = 0.0):
+        if not 1 <= peers <= MOST_PEERS or delay_ms < 0:
+            raise ValueError(f"1 to {MOST_PEERS} peers, and a delay that is not negative")
         self.bucket = TokenBucket.of(rate)
         self._rate = rate
         self._delay_ms = delay_ms
-        self._loss = loss
         self._prefix = namespaces.unique_prefix()
         self._lan = f"{self._prefix}-lan"
         self.hosts = [Host(f"{self._prefix}-{n}", f"port{n}", self._lan, n + 1) for n in range(peers)]
-        self.ways = Ways(None, None)
+        self.has_switch = False
         self._switch: subprocess.Popen[str] | None = None
         self._undo = contextlib.ExitStack()
 
@@ -146,30 +143,13 @@ class EmulatedNetwork:
         self._undo.close()
 
     def describe(self) -> str:
-        """Return rate, delay and loss, and their mechanisms, in words."""
-        tools = {
-            "netem": "netem",
-            "nft": "nftables' numgen",
-            "switch": "a switch in user space (this kernel has no netem)",
-        }
-        delay, loss = self.ways.delay, self.ways.loss
-        parts = [
-            f"{len(self.hosts)} peers, {self._rate} each way ({self.bucket})",
-            f"delay {self._delay_ms:g} ms by {tools[delay]}" if delay else "no delay",
-            f"loss {self._loss:.3%} by {tools[loss]}" if loss else "no loss",
-        ]
-        return ", ".join(parts)
-
-    def lost(self) -> int:
-        """Return the number of frames lost on purpose so far."""
-        if self.ways.loss == "nft":
-            return sum(_lost_by_nft(host.namespace) for host in self.hosts)
-        if self.ways.loss == "netem":
-            return sum(_queue(self._lan, host.port, "netem")["drops"] for host in self.hosts)
-        return self.switch_counts()["lost"] if self.ways.loss else 0
+        """Return rate and delay, and their mechanisms, in words."""
+        by = "a switch in user space (this kernel has no netem)" if self.has_switch else "netem"
+        delay = f"delay {self._delay_ms:g} ms by {by}" if self._delay_ms else "no delay"
+        return f"{len(self.hosts)} peers, {self._rate} each way ({self.bucket}), {delay}"
 
     def switch_counts(self) -> dict[str, int]:
-        """Return the frames ``passed``, ``lost`` and ``overflowed`` in the switch in user space, if there is one."""
+        """Return the frames ``passed`` and ``overflowed`` in the switch in user space, if there is one."""
         assert self._switch is not None and self._switch.stdin is not None and self._switch.stdout is not None
         self._switch.stdin.write("\n")
         self._switch.stdin.flush()
@@ -184,15 +164,13 @@ class EmulatedNetwork:
     def _make(self) -> None:
         run("ip", "netns", "add", self._lan)
         has_netem = works("tc", "-n", self._lan, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
-        try_rules = ("ip", "netns", "exec", self._lan, "nft", "--check", "--file", "-")
-        has_nft = self._loss > 0 and works(*try_rules, given=nft_rules(self._loss))
-        self.ways = Ways.choose(self._delay_ms, self._loss, has_netem, has_nft)
-        if not self.ways.has_switch:
+        self.has_switch = self._delay_ms > 0 and not has_netem
+        if not self.has_switch:
             run("ip", "-n", self._lan, "link", "add", "name", "lan0", "type", "bridge", "mcast_snooping", "0")
             run("ip", "-n", self._lan, "link", "set", "dev", "lan0", "addrgenmode", "none", "up")
         for host in self.hosts:
             self._connect(host)
-        if self.ways.has_switch:
+        if self.has_switch:
             self._start_switch()
 
     def _connect(self, host: Host) -> None:
@@ -202,20 +180,12 @@ class EmulatedNetwork:
         run(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
         run("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", "root", *self.bucket.arguments())
         place = ["root"]
-        if self.ways.has_netem:
-            line = netem(self.ways, self.bucket, self._delay_ms, self._loss)
+        if self._delay_ms and not self.has_switch:
+            line = netem(self.bucket, self._delay_ms)
             run("tc", "-n", self._lan, "qdisc", "add", "dev", host.port, "root", "handle", "1:", *line)
             place = ["parent", "1:1", "handle", "2:"]
         run("tc", "-n", self._lan, "qdisc", "add", "dev", host.port, *place, *self.bucket.arguments())
-        if self.ways.loss:
-            # Split segments that the kernel keeps together, else they would be lost together.
-            parting = (*between, "link", "set", "dev", host.port)
-            if self.ways.loss != "nft":
-                parting = (*inside, "link", "set", "dev", "eth0")
-            run(*parting, "gso_max_size", "1500")
-        if self.ways.loss == "nft":
-            run("ip", "netns", "exec", host.namespace, "nft", "--file", "-", given=nft_rules(self._loss))
-        if not self.ways.has_switch:
+        if not self.has_switch:
             run(*between, "link", "set", "dev", host.port, "master", "lan0")
         run(*between, "link", "set", "dev", host.port, "addrgenmode", "none", "up")
         run(*inside, "link", "set", "dev", "eth0", "addrgenmode", "none", "up")
@@ -223,9 +193,7 @@ class EmulatedNetwork:
 
     def _start_switch(self) -> None:
         program = Path(__file__).with_name("switch.py")
-        delay = self._delay_ms / 1e3 if self.ways.delay == "switch" else 0.0
-        loss = self._loss if self.ways.loss == "switch" else 0.0
-        command = ["ip", "netns", "exec", self._lan, sys.executable, str(program), str(delay), str(loss)]
+        command = ["ip", "netns", "exec", self._lan, sys.executable, str(program), str(self._delay_ms / 1e3)]
         ports = [host.port for host in self.hosts]
         self._switch = subprocess.Popen([*command, *ports], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.switch_counts()  # returns once the switch is serving
@@ -254,11 +222,6 @@ def _queue(namespace: str, device: str, kind: str) -> dict[str, int]:
     queues = json.loads(run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
     found: dict[str, int] = next(one for one in queues if one["kind"] == kind)
     return found
-
-
-def _lost_by_nft(namespace: str) -> int:
-    listed = run("ip", "netns", "exec", namespace, "nft", "list", "table", "inet", "emulated")
-    return int(re.findall(r"counter packets (\d+)", listed)[0])
 
 
 @contextlib.contextmanager

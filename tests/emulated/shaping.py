@@ -1,4 +1,4 @@
-"""Arguments of ``tc`` and ``nft``: token buckets for a rate, and the choice of mechanisms for delay and loss."""
+"""Arguments of ``tc`` and ``nft``: token buckets for a rate, netem for a delay, and rules that hide a host."""
 
 from __future__ import annotations
 
@@ -58,45 +58,10 @@ class TokenBucket:
         return f"token buckets of {self.burst / 1024:.0f} KiB, {self.latency:g} ms"
 
 
-@dataclass(frozen=True)
-class Ways:
-    """The mechanisms that delay and lose frames.
-
-    Attributes:
-        delay: ``netem`` or ``switch``; None: no delay.
-        loss: ``nft``, ``netem`` or ``switch``; None: no loss.
-    """
-
-    delay: str | None
-    loss: str | None
-
-    @classmethod
-    def choose(cls, delay: float, loss: float, has_netem: bool, has_nft: bool) -> Ways:
-        """Choose mechanisms: netem for delay if the kernel has it; nftables for loss if available, else the one that
-        can delay."""
-        line = "netem" if has_netem else "switch"
-        return cls(line if delay else None, ("nft" if has_nft else line) if loss else None)
-
-    @property
-    def has_switch(self) -> bool:
-        """Whether frames pass through the switch in user space instead of a bridge."""
-        return "switch" in (self.delay, self.loss)
-
-    @property
-    def has_netem(self) -> bool:
-        """Whether the ports have netem."""
-        return "netem" in (self.delay, self.loss)
-
-
-def netem(ways: Ways, bucket: TokenBucket, delay_ms: float, loss: float) -> list[str]:
+def netem(bucket: TokenBucket, delay_ms: float) -> list[str]:
     """Return arguments for ``tc qdisc add ...``, with room for 1.5 times the frames in flight at the bucket's rate."""
     under_way = bucket.rate / 8 * delay_ms / 1e3 / MTU
-    arguments = ["netem", "limit", str(1000 + round(1.5 * under_way))]
-    if ways.delay == "netem":
-        arguments += ["delay", f"{delay_ms}ms"]
-    if ways.loss == "netem":
-        arguments += ["loss", f"{loss:%}"]
-    return arguments
+    return ["netem", "limit", str(1000 + round(1.5 * under_way)), "delay", f"{delay_ms}ms"]
 
 
 HIDING = """
@@ -108,9 +73,3 @@ table inet hiding {
 }
 """
 """nftables' rules that drop each packet that would open a TCP connection from another host."""
-
-
-def nft_rules(loss: float) -> str:
-    """Return a ruleset that drops and counts a fraction of the frames received on eth0."""
-    drop = f"numgen random mod 1000000 < {round(loss * 1e6)} counter drop"
-    return f'table inet emulated {{ chain input {{ type filter hook input priority 0; iifname "eth0" {drop}; }}; }}\n'

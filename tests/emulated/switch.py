@@ -1,4 +1,4 @@
-"""A switch in user space that delays frames and loses some, for kernels without netem.
+"""A switch in user space that delays frames, for kernels without netem.
 
 It replaces the bridge: it opens a packet socket on each port, in the ports' namespace. The token buckets stay on the
 ports and at the peers' ends, so a frame is shaped, delayed, and shaped again, as on a long line between two short ones.
@@ -6,7 +6,7 @@ It uses packet sockets instead of TAP devices, so that the same veth pairs are u
 that the kernel keeps together (up to 64 KB) pass as one frame, marked in its header; this makes 1 Gbit/s possible,
 since the cost per frame does not depend on its size.
 
-Usage: ``switch.py SECONDS LOSS PORT...``. For each line on standard input it prints the counts so far as a line of
+Usage: ``switch.py SECONDS PORT...``. For each line on standard input it prints the counts so far as a line of
 JSON; it ends at the end of standard input.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import select
 import socket
 import sys
@@ -36,19 +35,17 @@ class Switch:
     Args:
         ports: names of devices. A frame to an unknown address is sent to all other ports.
         delay: seconds from one port to another.
-        loss: fraction of frames lost, 0 to 1.
 
     Attributes:
-        counts: frames passed, lost on purpose, and dropped because a port's queue was full.
+        counts: frames passed, and dropped because a port's queue was full.
     """
 
-    def __init__(self, ports: list[str], delay: float, loss: float):
+    def __init__(self, ports: list[str], delay: float):
         self._ports = [_open(name) for name in ports]
         self._delay = delay
-        self._loss = loss
         self._port_of: dict[bytes, socket.socket] = {}  # by MAC address of the frames received there
         self._in_flight: deque[tuple[float, socket.socket, bytes]] = deque()  # constant delay, so first in, first out
-        self.counts = {"passed": 0, "lost": 0, "overflowed": 0}
+        self.counts = {"passed": 0, "overflowed": 0}
 
     def serve(self) -> None:
         """Pass frames on until standard input ends."""
@@ -74,11 +71,7 @@ class Switch:
                 self._port_of[sender] = port
                 known = self._port_of.get(to)
                 for other in self._ports if known is None else (known,):
-                    if other is port:
-                        continue
-                    if self._loss and random.random() < self._loss:
-                        self.counts["lost"] += 1
-                    else:
+                    if other is not port:
                         self._in_flight.append((due, other, frame))
 
     def _deliver(self) -> None:
@@ -104,5 +97,5 @@ def _open(name: str) -> socket.socket:
 
 
 if __name__ == "__main__":
-    seconds, share, *names = sys.argv[1:]
-    Switch(names, float(seconds), float(share)).serve()
+    seconds, *names = sys.argv[1:]
+    Switch(names, float(seconds)).serve()
