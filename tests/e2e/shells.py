@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from forks import client as forks
 from pages import HOUSE
+from ports import free_ports
 
 PORTS = 16
 """Most peers that one test may start."""
 LOCAL = re.compile(r"\b(localhost|127\.0\.0\.1)(?::294(\d\d))?(?![\w.:-])")
 
 
-@contextlib.contextmanager
-def ports() -> Iterator[int]:
-    """Yield the first of a range of ports that no other test uses, since tests run in parallel."""
-    places = list(range(20_000, 32_000, 20))  # below the ephemeral ports
-    random.SystemRandom().shuffle(places)
-    for first in places:
-        with contextlib.ExitStack() as probes:
-            held = socket.socket()  # reserves the range while the test runs
-            try:
-                for number in range(PORTS):
-                    probe = probes.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", first + number))
-                held.bind(("127.0.0.1", first + PORTS))
-            except OSError:
-                held.close()
-                continue
-        with held:
-            yield first
-        return
-    raise OSError("no ports are free")
+def first_port() -> int:
+    """Return the first of :data:`PORTS` neighbouring ports that are free and that no other test gets."""
+    while True:
+        found = free_ports(PORTS)
+        if found[-1] - found[0] == PORTS - 1:
+            return found[0]
 
 
 def with_ports(text: str, first: int) -> str:
