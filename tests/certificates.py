@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Authority:
         self._folder, self._name = folder, name
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._issued = 0
-        self.file = self._write("ca.pem", self._sign(name, self._key.public_key(), ca=True, days=days))
+        self.file = self._write("ca.pem", self._sign(name, self._key.public_key(), days=days))
 
     def issue(
         self,
@@ -61,29 +62,19 @@ class Authority:
 
         own = ec.generate_private_key(ec.SECP256R1())
         self._issued += 1
-        pem, form, none = (
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-        certificate = self._sign(host, own.public_key(), days=days, begins=begins, uses=uses, alternative=alternative)
+        form, none = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        names = [alternative_name(host)] if alternative else []
+        certificate = self._sign(host, own.public_key(), days=days, begins=begins, uses=uses, alternatives=names)
         return Identity(
             self._write(f"{self._issued}.pem", certificate),
-            self._write(f"{self._issued}.key", own.private_bytes(pem, form, none)),
+            self._write(f"{self._issued}.key", own.private_bytes(serialization.Encoding.PEM, form, none)),
             self.file,
         )
 
     def _sign(
-        self,
-        host: str,
-        key: Any,
-        *,
-        ca: bool = False,
-        days: float = 30,
-        begins: float = -9,
-        uses: tuple[str, ...] = (),
-        alternative: bool = False,
+        self, host: str, key: Any, *, days: float, begins: float = -9, uses: Sequence[str] = (), alternatives: Any = ()
     ) -> bytes:
+        """Sign a certificate for the given uses; without any it is that of a CA."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -96,10 +87,10 @@ class Authority:
         builder = builder.serial_number(x509.random_serial_number())
         builder = builder.not_valid_before(now + datetime.timedelta(begins))
         builder = builder.not_valid_after(now + datetime.timedelta(days))
-        builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-        if alternative:
-            builder = builder.add_extension(x509.SubjectAlternativeName([alternative_name(host)]), critical=False)
-        if not ca:
+        builder = builder.add_extension(x509.BasicConstraints(ca=not uses, path_length=None), critical=True)
+        if alternatives:
+            builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        if uses:
             both = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
             builder = builder.add_extension(x509.ExtendedKeyUsage([both[use] for use in uses]), critical=False)
         return bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))

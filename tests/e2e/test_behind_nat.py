@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -324,38 +321,3 @@ def test_two_machines_behind_nat_train_with_a_third(tmp_path: Path, options: tup
         assert one.lost == [] and one.agreed
         assert None not in one.retrievals and min(one.retrievals) > 0  # type: ignore[type-var]
         assert sum(one.failed) == sum(one.strangers) == 0  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-@pytest.mark.fault(70)
-@pytest.mark.usefixtures("forked_hosts")
-def test_the_doctor_says_who_is_behind_nat_and_who_seems_to_be(tmp_path: Path) -> None:
-    with hiding(3, {1, 2}) as net:
-        for words in (["", "nat", ""], ["", "nat", "nat"]):
-            lines = [f"{host.address} {word}\n" for host, word in zip(net.hosts, words, strict=True)]
-            (tmp_path / "hosts.txt").write_text("".join(lines))
-            reports = doctors(net, tmp_path)
-            undeclared = "nat" not in words[2]
-            told = "\n".join(f"{verdict['text']}: {verdict['advice']}" for verdict in reports[0] if is_reach(verdict))
-            one, two, three = (host.address for host in net.hosts)
-            assert f"{two}, {three} → {one}: behind NAT, and connects to this host" in told or undeclared
-            assert (f"{one} → {three}:29400" in told and "or write 'nat' on its line" in told) == undeclared
-            own = "\n".join(f"{verdict['text']}: {verdict['advice']}" for verdict in reports[2] if is_reach(verdict))
-            assert ("if 198.18.0.3 is behind NAT, write 'nat' on its line" in own) == undeclared
-            assert (f"{three} is behind NAT: it connects to other hosts" in own) != undeclared
-            assert any(verdict["level"] == "fail" for report in reports for verdict in report) == undeclared
-
-
-def is_reach(verdict: dict[str, Any]) -> bool:
-    return bool(verdict["about"] == "reach")
-
-
-def doctors(net: EmulatedNetwork, folder: Path) -> list[list[dict[str, Any]]]:
-    """Run the doctor on all hosts; return the verdicts of each."""
-    secret = folder / "secret"
-    secret.touch(mode=0o600)
-    secret.write_text("known to all of these hosts")
-    command = [sys.executable, "-m", "gossipx", "doctor", "--peers", folder / "hosts.txt", "--bind", "0.0.0.0"]
-    options = ["--secret-file", secret, "--wait", "8", "--json"]
-    started = [host.popen([*command, *options], stdout=subprocess.PIPE, text=True) for host in net.hosts]
-    return [json.loads(process.communicate(timeout=LONG)[0])["verdicts"] for process in started]

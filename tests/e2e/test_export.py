@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,7 @@ from gossipx.checkpoint import Store
 from gossipx.launch.loops.train import scores
 from gossipx.tasks.data import load
 from gossipx.tasks.models import build_model
-from runs import Ended, Folder, folder, one_line
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[Folder]:
-    """Provide a folder for two peers."""
-    with folder(tmp_path, 2) as made:
-        yield made
+from runs import Ended, Folder, one_line
 
 
 def export(place: Folder, *options: str | Path) -> Ended:
