@@ -88,16 +88,12 @@ def test_a_solver_in_numpy_gossips(two: Folder, loop: str) -> None:
 
 
 def test_a_solver_in_numpy_trains_by_a_parameter_server(two: Folder) -> None:
-    script = two.script(
-        NUMPY
-        + """
+    text = """
 optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 with gossipx.attach(solver, optimizer=optimizer, evaluate=judge) as peer:
     solver.step(60)
 """
-        + TELL
-    )
-    two.run("--servers", "0", "--peer-timeout", "20", script, two.path)
+    two.run(*two.training(text + TELL, "--servers", "0", "--peer-timeout", "20", start=NUMPY))
     told = [two.told(rank) for rank in (0, 1)]
     assert told[0]["weights"] == told[1]["weights"]  # the table's values, not the results of each solver's own update
     assert min(one["accuracy"] for one in told) > 0.9 and max(one["alone"] for one in told) < 0.55

@@ -41,10 +41,6 @@ def clips_norm(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
-def clips_values(model: nn.Module) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 0.01)
-
-
 def clamps_data(model: nn.Module) -> None:
     """Clip as old scripts do; it does not change the gradients' version counters."""
     for gradient in gradients(model):
@@ -55,10 +51,6 @@ def adds_noise(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(int(1e6 * gradients(model)[0].abs().sum()) % 1000)
     for gradient in gradients(model):
         gradient += 0.1 * torch.randn(gradient.shape, generator=generator)
-
-
-def multiplies_all(model: nn.Module) -> None:
-    torch._foreach_mul_([gradient.data for gradient in gradients(model)], 0.5)
 
 
 def replaces(model: nn.Module) -> None:
@@ -76,9 +68,7 @@ def replaces_one_by_zeros(model: nn.Module) -> None:
     last.grad = torch.zeros_like(last)
 
 
-@pytest.mark.parametrize(
-    "change", [clips_norm, clips_values, clamps_data, adds_noise, multiplies_all, replaces, replaces_one_by_zeros]
-)
+@pytest.mark.parametrize("change", [clips_norm, clamps_data, adds_noise, replaces, replaces_one_by_zeros])
 def test_changed_gradients_are_what_is_pushed(join: Join, caplog: pytest.LogCaptureFixture, change: Change) -> None:
     step = changing(change)
     same(served(join, net(), step), loop(alone := net(), sgd(alone), step))
@@ -108,11 +98,6 @@ def clamps(model: nn.Module) -> None:
     next(model.parameters()).clamp_(-0.1, 0.1)
 
 
-@torch.no_grad()
-def sets_vector(model: nn.Module) -> None:
-    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters())
-
-
 def clamps_data_of_weights(model: nn.Module) -> None:
     """Clip weights as a Wasserstein GAN does; this does not change their version counters."""
     for parameter in model.parameters():
@@ -134,12 +119,14 @@ def loads_averages(model: nn.Module) -> None:
         parameter.data.copy_(values)
 
 
-WRITES = (clamps, sets_vector, clamps_data_of_weights, halves_one)
-WAYS = [(clamps, False), *((write, True) for write in WRITES)]
-
-
 # Without wait-free backpropagation the model is up to date, so nothing replaces the averages.
-@pytest.mark.parametrize(("write", "wait_free"), [*WAYS, (loads_averages, True)])
+@pytest.mark.parametrize(
+    ("write", "wait_free"),
+    [
+        (clamps, False),
+        *((write, True) for write in (clamps, clamps_data_of_weights, halves_one, loads_averages)),
+    ],
+)
 def test_values_that_a_loop_writes_itself_are_told_to_be_replaced(
     join: Join, caplog: pytest.LogCaptureFixture, write: Change, wait_free: bool
 ) -> None:
@@ -225,7 +212,7 @@ def test_grad_scaler_with_a_fused_optimizer(join: Join, kind: str, clips: bool, 
 # --- changes that begin later, or that happen elsewhere -----------------------------------------------------
 
 
-LATER = [*map(changing, (clips_norm, clips_values, clamps_data, multiplies_all, replaces, removes)), scaling()]
+LATER = [*map(changing, (clips_norm, clamps_data, replaces, removes)), scaling()]
 
 
 @pytest.mark.parametrize("step", LATER)

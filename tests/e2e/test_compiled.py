@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from served_loops import STEPS, Join, batch, loss_of, net, sgd
+from served_loops import STEPS, Join, batch, loop, loss_of, net, plain, same, sgd
 from torch import nn
 
 from gossipx.runtime.training.peer import Peer
@@ -32,11 +32,7 @@ def reset() -> Iterator[None]:
 
 
 def compiled_model(model: nn.Module, optimizer: torch.optim.Optimizer, peer: Peer | None) -> None:
-    compiled = torch.compile(model, backend="eager")
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(compiled, batch(number)).backward()
-        optimizer.step()
+    loop(torch.compile(model, backend="eager"), optimizer, plain)
 
 
 def compiled_step(model: nn.Module, optimizer: torch.optim.Optimizer, peer: Peer | None) -> None:
@@ -76,18 +72,17 @@ def after_the_step(model: nn.Module, optimizer: torch.optim.Optimizer, peer: Pee
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loop", [compiled_model, compiled_step, compiled_around_both, after_the_step])
-def test_a_compiled_loop_ends_with_the_same_model(join: Join, loop: Loop, mode: str) -> None:
-    if loop is after_the_step and mode != "gossip":
+@pytest.mark.parametrize("train", [compiled_model, compiled_step, compiled_around_both, after_the_step])
+def test_a_compiled_loop_ends_with_the_same_model(join: Join, train: Loop, mode: str) -> None:
+    if train is after_the_step and mode != "gossip":
         pytest.skip("with servers the optimizer is given to join")
     alone = net()
-    loop(alone, sgd(alone), None)
+    train(alone, sgd(alone), None)
     torch.compiler.reset()
     model = net()
     optimizer = sgd(model)
-    peer = join(model, None if loop is after_the_step else optimizer, **MODES[mode])  # type: ignore[arg-type]
-    loop(model, optimizer, peer)
+    peer = join(model, None if train is after_the_step else optimizer, **MODES[mode])  # type: ignore[arg-type]
+    train(model, optimizer, peer)
     peer.sync()
     assert peer.iteration == STEPS
-    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected)
+    same(model, alone)

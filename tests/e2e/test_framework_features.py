@@ -173,15 +173,13 @@ more = []
 def test_accelerate_in_bfloat16_with_projects_that_name_checkpoints(two: Folder) -> None:
     """``save_state()`` and ``load_state()`` without a directory number the checkpoints in the peer's own."""
     require("accelerate")
-    text = (
-        ACCELERATE[: ACCELERATE.index("with join")].replace(
-            "Accelerator(gradient_accumulation_steps=2)",
-            """Accelerator(
-    gradient_accumulation_steps=2, mixed_precision="bf16",
-    project_config=ProjectConfiguration("project", automatic_checkpoint_naming=True),
-)""",
-        )
-        + """
+    begin = """
+from accelerate.utils import ProjectConfiguration
+
+project = ProjectConfiguration("project", automatic_checkpoint_naming=True)
+options.update(mixed_precision="bf16", project_config=project)
+"""
+    loop = """
 with join(accelerator, model, optimizer, **settings) as peer:
     train(4)
     accelerator.save_state()
@@ -192,11 +190,7 @@ with join(accelerator, model, optimizer, **settings) as peer:
     train(8)
 module = plain
 """
-    )
-    text = text.replace(
-        "from accelerate import Accelerator\n",
-        "from accelerate import Accelerator\nfrom accelerate.utils import ProjectConfiguration\n",
-    )
+    text = begin + ACCELERATE[: ACCELERATE.index("with join")] + loop
     one, other = told_by_both(two, text)
     for told in (one, other):
         assert told["loaded"] == told["kept"] and told["at"] == 4

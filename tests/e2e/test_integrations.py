@@ -31,7 +31,7 @@ torch.manual_seed(PEER)
 torch.set_num_threads(1)
 logging.basicConfig(format="%(message)s")
 settings = {"peers": "hosts.txt", "rank": PEER, "policy": "tau:3", "blocking": True, "peer_timeout": 20}
-told, looked = {}, []
+told, looked, options = {}, [], {}
 
 
 def network():
@@ -182,7 +182,7 @@ from safetensors.torch import load_file
 
 from gossipx.integrations.accelerate import join, shard
 
-accelerator = Accelerator(gradient_accumulation_steps=2)
+accelerator = Accelerator(gradient_accumulation_steps=2, **options)
 data = Data()
 model = Module = network()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
