@@ -303,6 +303,7 @@ CONNECTS = """
 
 
 @pytest.mark.fault(70)
+@pytest.mark.usefixtures("forked_hosts")
 @pytest.mark.parametrize(
     "options",
     some(

@@ -32,7 +32,6 @@ from managers import (
 from gossipx.errors import (
     GossipxError,
     LocalFaultError,
-    PeerTimeoutError,
     PeerUnreachableError,
     ProtocolError,
     UsageError,
@@ -193,16 +192,6 @@ def test_a_failing_callback_is_logged(two: tuple[Host, Host], heard: Heard) -> N
 # --- deadlines and failures ---------------------------------------------------------------------
 
 
-def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
-    a, b = two
-    error = a.ask(1, PullRequest(1, 30.0), bytearray(4), SHORT).get(timeout=LONG)
-    assert isinstance(error, PeerTimeoutError)
-    assert str(error).startswith("peer-01: ")
-    _, key, _ = b.received.get(timeout=LONG)
-    b.comm.answer(key, ModelReply(1), payload=Model(b"1234"), deadline=0.0, done=b.answered.put)
-    assert b.answered.get(timeout=LONG) is False
-
-
 @pytest.mark.fault(2)
 def test_a_requester_that_hangs_up_is_noticed(
     two: tuple[Host, Host], heard: Heard, monkeypatch: pytest.MonkeyPatch
@@ -227,18 +216,6 @@ def test_a_requester_that_never_reads_is_dropped(start: Start) -> None:
         model = Model(bytes(64_000_000))
         a.comm.answer(key, ModelReply(1), payload=model, deadline=soon(SHORT), done=a.answered.put)
         assert a.answered.get(timeout=LONG) is False
-
-
-@pytest.mark.fault(36)
-def test_a_restarted_peer_is_asked_on_a_new_connection(start: Start) -> None:
-    run = start(2)
-    a, b = run.host(0), run.host(1)
-    for _ in range(3):
-        b.serve(b"model")
-        buffer = bytearray(5)
-        assert a.ask(1, PullRequest(1, 30.0), buffer).get(timeout=LONG) == ModelReply(1)
-        b.comm.close()
-        b = run.host(1, bind=b.comm.address)
 
 
 def test_a_request_on_a_dead_connection_is_retried_once(
