@@ -229,6 +229,60 @@ def test_what_join_needs_without_gossipx_run_is_said_in_one_line(two: Folder, gi
     assert ended.errors.count("\n") == 1 and ended.output == "", ended.shown
 
 
+AGAIN = """
+import gc
+import threading
+import weakref
+
+RANK, SETTINGS = int(sys.argv[2]), json.loads(sys.argv[3])
+os.chdir(FOLDER)
+gc.disable()  # what only a gc run would release counts as kept
+descriptors, arenas = [], []
+for number in range(5):
+    # A peer that joins while the other is still leaving meets its last life, and counts it as restarted.
+    while number and not (FOLDER / f"{1 - RANK}-over-{number - 1}").exists():
+        signal.sigtimedwait([], 0.01)
+    model = nn.Linear(4, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    joined = gossipx.join(
+        model, optimizer, peers="hosts.txt", rank=RANK, name=f"{number}-{RANK}", **SETTINGS
+    )
+    with joined as peer:
+        # A peer that ends earlier may leave the other without anyone to exchange with.
+        while not all_have(peer, f"mixed-{number}", peer._role.sync.retrievals > 0, range(2), 100_000):
+            train(peer, model, optimizer, peer.iteration + 20)
+    retrievals = peer._role.sync.retrievals
+    arenas.append(weakref.ref(peer._arena))
+    del joined, peer, model, optimizer
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        thread.join(10)  # close() tells them to end, and does not wait for all
+    descriptors.append(len(os.listdir("/dev/fd")))
+    (FOLDER / f"{RANK}-over-{number}").touch()
+    assert retrievals > 0, "nothing was exchanged"
+(FOLDER / f"{RANK}.json").write_text(
+    json.dumps({"descriptors": descriptors, "arenas": sum(arena() is not None for arena in arenas)})
+)
+"""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param('{"policy": "tau:5", "blocking": true}', marks=pytest.mark.slow),
+        pytest.param('{"policy": "tau:5", "hub": 0}', marks=pytest.mark.slow),
+        '{"mode": "server", "servers": [0, 1], "checkpoint_every": "5"}',
+    ],
+)
+def test_a_process_that_joins_repeatedly_keeps_no_memory_or_file_of_earlier_runs(two: Folder, settings: str) -> None:
+    script = two.script(AGAIN)
+    all_end([two.start(script, two.path, str(rank), settings) for rank in range(2)])
+    for rank in range(2):
+        told = two.told(rank)
+        assert told["arenas"] == 0
+        # Resources that are opened once per process stay open.
+        assert told["descriptors"][1:] == [told["descriptors"][0]] * 4
+
+
 # --- faults -------------------------------------------------------------------------------------------
 
 
