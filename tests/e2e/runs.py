@@ -244,7 +244,7 @@ class Folder:
         return path
 
     def training(self, text: str, *options: str | Path, start: str = TEN_LINES) -> tuple[str | Path, ...]:
-        """Return ``options`` of a run and its script, which joins as ``start`` says and goes on as ``text`` does."""
+        """Return ``options`` of a run and its script, which joins as ``start`` says and continues with ``text``."""
         return (*options, self.script(start + text), self.path)
 
     def told(self, rank: int | str) -> Any:
