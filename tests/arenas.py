@@ -83,6 +83,18 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.body(features)).double())
 
 
+class HalfNet(nn.Module):
+    """Trained values, a statistic and a frozen value of one dtype, usually of 16 bits, and a float32 layer."""
+
+    def __init__(self, seed: int, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Linear(40, 33).to(dtype)
+        self.norm = nn.BatchNorm1d(33).to(dtype)
+        self.head = nn.Linear(33, 4)
+        self.frozen = nn.Parameter(torch.randn(5).to(dtype), requires_grad=False)
+
+
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
     images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
     optimizer.zero_grad()

@@ -22,19 +22,6 @@ from gossipx.model.receive import Incoming, digest, flaw
 # --- layout -------------------------------------------------------------------------------------------
 
 
-def test_laying_out_changes_no_value_shape_stride_or_object():
-    module = Net()
-    before, parameters = values(module), dict(module.named_parameters())
-    strides = {name: tensor.stride() for name, tensor in module.state_dict().items()}
-    arena = ParameterArena(module)
-    assert same(values(module), before)
-    assert {name: tensor.stride() for name, tensor in module.state_dict().items()} == strides
-    assert all(parameter is parameters[name] for name, parameter in module.named_parameters())
-    assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert not module.conv.weight.is_contiguous()
-    assert arena.parameters >= sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
 def test_one_buffer_for_each_dtype():
     module = Net()
     module.low = nn.Parameter(torch.randn(3).bfloat16())
@@ -46,27 +33,6 @@ def test_one_buffer_for_each_dtype():
         assert ours and all(start <= p.data_ptr() and p.data_ptr() + p.nbytes <= end for p in ours)
     assert arena.nbytes() == arena.snapshot().buffer.view.nbytes
     assert arena.nbytes(whole=True) == arena.snapshot(whole=True).buffer.view.nbytes > arena.nbytes()
-
-
-@pytest.mark.parametrize("optimizer_first", [False, True])
-def test_training_takes_the_same_steps_as_without_an_arena(optimizer_first: bool):
-    """Optimizers made before or after joining, with parameter groups, take exactly the same steps as without an
-    arena."""
-
-    def optimizer(module: Net) -> torch.optim.Optimizer:
-        groups = [{"params": [*module.conv.parameters()], "lr": 0.1}, {"params": [*module.head.parameters()]}]
-        return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
-
-    plain, laid_out = Net(), Net()
-    reference = optimizer(plain)
-    tested = optimizer(laid_out) if optimizer_first else None
-    arena = ParameterArena(laid_out)
-    tested = tested or optimizer(laid_out)
-    for seed in range(3):
-        train(plain, reference, seed)
-        train(laid_out, tested, seed)
-        assert arena.step_done() > 0
-    assert same(values(laid_out), values(plain))
 
 
 def test_state_dict_goes_in_and_out():
@@ -113,21 +79,6 @@ def test_manifest_names_what_differs():
     frozen = Net()
     frozen.body.weight.requires_grad_(False)
     assert ParameterArena(frozen).digest != plain.digest
-
-
-def test_detach_gives_every_tensor_its_own_storage():
-    module = Net()
-    before = values(module)
-    arena = ParameterArena(module)
-    strides = {name: tensor.stride() for name, tensor in module.state_dict().items()}
-    arena.detach()
-    assert same(values(module), before)
-    assert {name: tensor.stride() for name, tensor in module.state_dict().items()} == strides
-    tensors = [*module.parameters(), *module.buffers()]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
-    with torch.no_grad():
-        module.body.weight.fill_(1.0)
-    assert torch.equal(module.frozen, before["frozen"])
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
@@ -479,11 +430,10 @@ def made(seed: int, rule: str | None = None, module: nn.Module | None = None, **
     return module, arena
 
 
-def pull(arena: ParameterArena, model: bytes, share: float, steps: Any = lambda: None) -> None:
-    """Pull a model as a driver does; ``steps`` are made between the request and the mix."""
+def pull(arena: ParameterArena, model: bytes, share: float) -> None:
+    """Pull a model as a driver with an outer optimizer does."""
     base = arena.snapshot()
     own = base.hold()
-    steps()
     incoming = Incoming(arena, base)
     incoming.take(0, memoryview(bytearray(model)))
     assert incoming.norm() >= 0

@@ -67,20 +67,17 @@ def on_device(function: Callable[..., Tensor]) -> Callable[..., float]:
     return call
 
 
-ADVANCES = [
-    pytest.param(kernels.advance, id="cpu"),
-    pytest.param(on_device(kernels.advance_on_device), id="device"),
-]
-DIFFERENCES = [
-    pytest.param(kernels.difference, id="cpu"),
-    pytest.param(on_device(kernels.difference_on_device), id="device"),
-]
+both = ["cpu", "device"]
+advances = pytest.mark.parametrize("advance", [kernels.advance, on_device(kernels.advance_on_device)], ids=both)
+differences = pytest.mark.parametrize(
+    "difference", [kernels.difference, on_device(kernels.difference_on_device)], ids=both
+)
 
 
 # --- advance --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("advance", ADVANCES)
+@advances
 @examples(60)
 @given(length=lengths, dtype=dtypes, seed=seeds, scale=scales, in_place=st.booleans())
 def test_advance_is_the_delta_of_equation_6_and_the_copy(
@@ -95,7 +92,7 @@ def test_advance_is_the_delta_of_equation_6_and_the_copy(
     assert in_place or same_bits(before, old)
 
 
-@pytest.mark.parametrize("advance", ADVANCES)
+@advances
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_small_step_of_large_weights_is_measured_exactly(advance: Callable[..., float], dtype: torch.dtype):
     """The difference is squared, rather than squares subtracted; 16-bit differences are not rounded to 16 bits."""
@@ -110,7 +107,7 @@ def test_a_small_step_of_large_weights_is_measured_exactly(advance: Callable[...
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("advance", ADVANCES)
+@advances
 def test_equal_changes_do_not_accumulate_rounding_errors(advance: Callable[..., float], dtype: torch.dtype):
     """A plain float32 sum would be off by 1e-5 or more, because every addend rounds the same way."""
     before, x = torch.zeros(1_000_003, dtype=dtype), torch.full((1_000_003,), 0.1, dtype=dtype)
@@ -121,7 +118,7 @@ def test_equal_changes_do_not_accumulate_rounding_errors(advance: Callable[..., 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", [0, 1500, 69_999])
-@pytest.mark.parametrize("advance", ADVANCES)
+@advances
 def test_values_that_are_not_finite_are_detected(
     advance: Callable[..., float], place: int, dtype: torch.dtype, value: float
 ):
@@ -140,7 +137,7 @@ def test_values_that_are_not_finite_are_detected(
 # --- difference, norm -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("difference", DIFFERENCES)
+@differences
 @examples(60)
 @given(length=lengths, dtype=dtypes, seed=seeds, into=st.sampled_from(["received", "base", "other"]))
 def test_difference_is_written_and_measured(
@@ -159,7 +156,7 @@ def test_difference_is_written_and_measured(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("difference", DIFFERENCES)
+@differences
 def test_a_difference_that_is_not_finite_is_detected(
     difference: Callable[..., float], dtype: torch.dtype, value: float
 ):
@@ -200,9 +197,6 @@ def test_commit_moves_weights_and_boundary_alike(length: int, dtype: torch.dtype
     assert same_bits(boundary, x) and same_bits(change, unchanged)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(exact(x), before + share * exact(change), rtol=2 * eps, atol=4 * eps)
-
-
-# --- mismatched vectors -------------------------------------------------------------------------------------------
 
 
 @examples(60)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from arenas import adopt, mix, model_of
+from arenas import HalfNet, adopt, mix, model_of
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
@@ -19,20 +19,8 @@ HALVES = (torch.bfloat16, torch.float16)
 dtypes = st.sampled_from(HALVES)
 
 
-class Net(nn.Module):
-    """16-bit trained values, a statistic and a frozen value, and a float32 layer."""
-
-    def __init__(self, seed: int, dtype: torch.dtype):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.body = nn.Linear(40, 33).to(dtype)
-        self.norm = nn.BatchNorm1d(33).to(dtype)
-        self.head = nn.Linear(33, 4)
-        self.frozen = nn.Parameter(torch.randn(5).to(dtype), requires_grad=False)
-
-
 def made(seed: int, dtype: torch.dtype, sampled: int | None = None) -> ParameterArena:
-    return ParameterArena(Net(seed, dtype), sampled=sampled)
+    return ParameterArena(HalfNet(seed, dtype), sampled=sampled)
 
 
 def place_of(arena: ParameterArena) -> int:

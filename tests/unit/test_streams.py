@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from arenas import adopt, model_of
+from arenas import HalfNet, adopt, model_of
 from seeds import some
-from torch import Tensor, nn
+from torch import Tensor
 
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import Asynchronous, DeviceStreams, HostBuffer, Mark, Snapshot, streams_of
@@ -69,38 +69,39 @@ class Lazy(Asynchronous):
                 self.wait((stream, self._done[stream] + 1))
 
 
-class Net(nn.Module):
-    def __init__(self, seed: int, dtype: torch.dtype):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.body = nn.Linear(50, 40).to(dtype)
-        self.norm = nn.BatchNorm1d(40).to(dtype)
-        self.head = nn.Linear(40, 30)
-        self.frozen = nn.Parameter(torch.randn(30), requires_grad=False)
-
-
 class Side:
-    """A peer's arena and the models that it exchanges; the same on every device if all work is ordered."""
+    """A peer's arena and what it does with a model of another; the same on every device if all work is ordered.
 
-    def __init__(self, dtype: torch.dtype, sampled: int | None, streams: DeviceStreams, device: str, fragments: int):
+    Attributes:
+        deltas: of each step; a device that is late gives the delta of the step before.
+    """
+
+    def __init__(
+        self, other: ParameterArena, dtype: torch.dtype, sampled: int | None, streams: DeviceStreams, device: str
+    ):
+        fragments = len(other.fragments)
         self.streams = streams
-        self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, streams=streams, fragments=fragments)
+        self.arena = ParameterArena(HalfNet(0, dtype).to(device), sampled=sampled, streams=streams, fragments=fragments)
         self.part = self.arena.fragments[fragments // 2]
+        self.model = bytes(other.snapshot(of=other.fragments[fragments // 2]).buffer.view)
+        self.whole = model_of(other, whole=True)
+        self.deltas: list[float] = []
         self.read: list[Snapshot] = []
         self.coming: Incoming | None = None
         self.done = 0  # bytes received of it
         self.captured: Snapshot | None = None
 
-    def step(self, amount: float) -> float:
+    def step(self, amount: float) -> None:
         self.arena.leave_boundary()
+        rate = amount / 10
         for section in self.arena.sections:
-            self.streams.train(lambda to=section.storage[: section.mixed]: to.mul_(1 - amount).add_(amount))
-        return self.arena.step_done()
+            self.streams.train(lambda to=section.storage[: section.mixed]: to.mul_(1 - rate).add_(rate))
+        self.deltas.append(self.arena.step_done())
 
-    def ask(self, whole: bool) -> None:
-        self.read.append(self.arena.snapshot(whole))
+    def ask(self, amount: float) -> None:
+        self.read.append(self.arena.snapshot(whole=amount < 0.3))
 
-    def give(self) -> tuple[int, bytes] | None:
+    def give(self, _: float) -> tuple[int, bytes] | None:
         if not self.read:
             return None
         snapshot = self.read.pop(0)
@@ -108,52 +109,54 @@ class Side:
         snapshot.release()
         return given
 
-    def pull(self) -> None:
+    def pull(self, _: float) -> None:
         if self.coming is None:
             self.coming = Incoming(self.arena, self.arena.snapshot(of=self.part), fragment=self.part.number)
 
-    def half(self, model: bytes) -> None:
+    def half(self, _: float) -> None:
         if self.coming is not None and not self.done:
-            self.done = len(model) // 16 * 8
-            self.coming.take(0, memoryview(bytearray(model[: self.done])))
+            self.done = len(self.model) // 16 * 8
+            self.coming.take(0, memoryview(bytearray(self.model[: self.done])))
 
-    def drop(self) -> None:
-        if self.coming is not None:
+    def drop(self, amount: float) -> None:
+        if self.coming is not None and amount < 0.5:
             self.coming.release()
             self.coming, self.done = None, 0
 
-    def come(self, model: bytes) -> float:
+    def come(self, _: float) -> float:
         if self.coming is None:
             return 0.0
-        self.coming.take(self.done, memoryview(bytearray(model[self.done :])))
-        self.done = 0
+        self.coming.take(self.done, memoryview(bytearray(self.model[self.done :])))
         distance = self.coming.norm()
         self.part.commit(self.coming.buffer, 0.25)
         self.coming.release()
-        self.coming = None
-        return distance
+        self.coming, self.done = None, 0
+        return round(distance, 3)
 
-    def push(self, model: bytes) -> float:
+    def push(self, _: float) -> float:
         pushed = Incoming(self.arena, None, fragment=self.part.number)
-        pushed.take(0, memoryview(bytearray(model)))
+        pushed.take(0, memoryview(bytearray(self.model)))
         assert math.isfinite(pushed.norm())
         distance = self.part.subtract(pushed.buffer)
         self.part.commit(pushed.buffer, 0.25)
         pushed.release()
-        return distance
+        return round(distance, 3)
 
-    def wave(self, model: bytes) -> None:
+    def wave(self, _: float) -> None:
         if self.captured is None:
             self.captured = self.arena.snapshot(of=self.part)
             return
         received = self.part.pool.buffer()
-        received.view[:] = model
+        received.view[:] = self.model
         self.part.merge(received, self.captured.buffer, 1.0, 3.0)
         merged = self.part.snapshot_of(received, 0)
         self.part.apply_merged(merged, self.captured)
         merged.release()
         self.captured.release()
         self.captured = None
+
+    def adopt(self, amount: float) -> bool:
+        return amount < 0.3 and adopt(self.arena, self.whole, self.arena.step)
 
 
 def storages(side: Side) -> list[Tensor]:
@@ -173,45 +176,19 @@ def test_results_equal_those_of_a_synchronous_device(
     for seed in range(3 if device == "cuda" else 60):
         coin = random.Random(seed)
         late = Lazy(seed) if device == "late" else streams_of(torch.device("cuda"))
+        other = ParameterArena(HalfNet(seed + 1, dtype), fragments=fragments)
         sides = [
-            Side(dtype, sampled, DeviceStreams(on_host=True), "cpu", fragments),
-            Side(dtype, sampled, late, "cpu" if device == "late" else device, fragments),
+            Side(other, dtype, sampled, DeviceStreams(on_host=True), "cpu"),
+            Side(other, dtype, sampled, late, "cpu" if device == "late" else device),
         ]
-        other = ParameterArena(Net(seed + 1, dtype), fragments=fragments)
-        model = bytes(other.snapshot(of=other.fragments[fragments // 2]).buffer.view)
-        whole = model_of(other, whole=True)
-        deltas: list[list[float]] = [[], []]
         for _ in range(40):
-            what = coin.choice(kinds)
-            amount = coin.random()
-            found = []
-            for side, measured in zip(sides, deltas, strict=True):
-                match what:
-                    case "step":
-                        measured.append(side.step(amount / 10))
-                    case "ask":
-                        found.append(side.ask(amount < 0.3))
-                    case "give":
-                        found.append(side.give())
-                    case "pull":
-                        found.append(side.pull())
-                    case "half":
-                        side.half(model)
-                    case "drop" if amount < 0.5:
-                        side.drop()
-                    case "come":
-                        found.append(round(side.come(model), 3))
-                    case "push":
-                        found.append(round(side.push(model), 3))
-                    case "wave":
-                        found.append(side.wave(model))
-                    case "adopt" if amount < 0.3:
-                        found.append(adopt(side.arena, whole, side.arena.step))
+            what, amount = coin.choice(kinds), coin.random()
+            found = [getattr(side, what)(amount) for side in sides]
             if device == "late":
-                assert found[:1] == found[1:], (seed, what)
+                assert found[0] == found[1], (seed, what)
         for one, two in zip(*map(storages, sides), strict=True):
             torch.testing.assert_close(two, one, **exact)
-        at_once, later = deltas
+        at_once, later = (side.deltas for side in sides)
         rel = 5e-2 if device == "cuda" else 1e-3  # 16-bit weights may be rounded otherwise: percents of a short step
         assert later == pytest.approx([at_once[0], *at_once[:-1]] if at_once else [], rel=rel), "a step late"
 
@@ -220,10 +197,11 @@ def test_a_model_that_moves_to_the_bases_memory_is_uploaded_whole():
     """The part received before the base was free is still being uploaded from memory that is reused by then."""
     streams = Lazy(0)
     streams.hasty = 0.0
-    model = model_of(ParameterArena(Net(1, torch.float32)))
+    model = model_of(ParameterArena(HalfNet(1, torch.float32)))
     half = len(model) // 16 * 8
     mixed = []
-    for arena in (ParameterArena(Net(0, torch.float32)), ParameterArena(Net(0, torch.float32), streams=streams)):
+    plain, late = ParameterArena(HalfNet(0, torch.float32)), ParameterArena(HalfNet(0, torch.float32), streams=streams)
+    for arena in (plain, late):
         arena.step_done()
         incoming = Incoming(arena, arena.snapshot())
         incoming.take(0, memoryview(bytearray(model[:half])))
@@ -248,14 +226,14 @@ def test_training_does_not_wait_for_copies_or_the_delta(device: str):
     """Neither for the measuring and copying of a step, nor for the upload and mixing of a model."""
     if device == "cuda":
         streams: DeviceStreams = streams_of(torch.device("cuda"))
-        arena = ParameterArena(Net(0, torch.float32).cuda(), streams=streams)
+        arena = ParameterArena(HalfNet(0, torch.float32).cuda(), streams=streams)
     else:
         streams = Lazy(0)
         streams.hasty = 0.0
-        arena = ParameterArena(Net(0, torch.float32), streams=streams)
+        arena = ParameterArena(HalfNet(0, torch.float32), streams=streams)
     arena.step_done()
     incoming = Incoming(arena, arena.snapshot())
-    model = model_of(ParameterArena(Net(1, torch.float32)))
+    model = model_of(ParameterArena(HalfNet(1, torch.float32)))
     incoming.take(0, memoryview(bytearray(model)))
     incoming.norm()
     arena.step_done()
@@ -279,7 +257,7 @@ def test_training_does_not_wait_for_copies_or_the_delta(device: str):
 
 @pytest.mark.cuda
 def test_models_in_host_memory_are_pinned_once():
-    arena = ParameterArena(Net(0, torch.float32).cuda())
+    arena = ParameterArena(HalfNet(0, torch.float32).cuda())
     buffer = arena.pool.buffer()
     assert all(vector.is_pinned() for vector in buffer.vectors if len(vector))
     arena.pool.free(buffer)
