@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -61,25 +59,6 @@ def test_an_iteration_ends_when_all_have_stepped() -> None:
     assert one.after("111110") == [3] * 5 + [4], "as a critic does"
     one.optimizers.close()
     assert one.after("01") == [4, 4]
-
-
-def test_muon_beside_adamw_is_one_iteration_per_step_of_both() -> None:
-    """torch's Muon takes matrices only, so biases and norms need another optimizer."""
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("this torch has no Muon")
-    net = Net()
-    matrices = [one for one in net.parameters() if one.ndim == 2]
-    others = [one for one in net.parameters() if one.ndim != 2]
-    with pytest.raises(ValueError, match="2D"):
-        torch.optim.Muon(net.parameters())
-    done: list[int] = []
-    optimizers = Optimizers(net, [torch.optim.Muon(matrices), torch.optim.AdamW(others)])
-    optimizers.count(lambda: done.append(1))
-    for _ in range(3):
-        net.judged(net.made(torch.ones(2, 3))).square().mean().backward()
-        for one in optimizers:
-            one.step()
-    assert len(done) == 3
 
 
 def test_a_step_that_a_gradient_scaler_skips_is_no_step() -> None:
@@ -143,13 +122,3 @@ def test_servers_run_one_optimizer() -> None:
     two = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net.made, net.judged)]
     with pytest.raises(UsageError, match=r"^servers run one optimizer, and 2 are given: give one with several par"):
         serve(files.resolve({"servers": "0"}), ["a", "b"], 0, net, two, Parts())
-
-
-def test_nothing_is_left_behind() -> None:
-    one = Counted(torch.optim.SGD, torch.optim.Adam)
-    one.after("01")
-    one.optimizers.close()
-    left, kept = weakref.ref(one), one.two
-    del one
-    gc.collect()
-    assert left() is None and not any(optimizer._optimizer_step_post_hooks for optimizer in kept)

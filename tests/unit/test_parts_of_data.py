@@ -43,16 +43,10 @@ def part(rank: int, size: int, stream: Any = None) -> Any:
     return shard_of(stream or Stream(), nothing, False, rank, lambda: size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_peer_gets_every_sizeth_item_from_its_rank_on(size: int) -> None:
-    for rank in range(size):
-        assert list(part(rank, size)) == list(range(rank, ITEMS, size))
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", [Stream, Divided])
 def test_the_workers_of_a_data_loader_divide_the_part(kind: type[Stream], workers: int) -> None:
-    """Each item comes once, from one worker of one peer."""
+    """A peer gets every size-th item from its rank on, and each comes once, from one worker of one peer."""
     loaders = [DataLoader(part(rank, 2, kind()), batch_size=None, num_workers=workers) for rank in range(2)]
     found = [list(loader) for loader in loaders]
     assert [sorted(items) for items in found] == [list(range(rank, ITEMS, 2)) for rank in range(2)]
