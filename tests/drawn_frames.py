@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import struct
 from typing import get_type_hints
 
@@ -126,3 +127,22 @@ def forged(
     length = len(metadata) if announced is None else announced
     header = struct.pack("!4sHHQIQ", magic, version, kind, 7, length, payload)
     return header + struct.pack("!Q", xxhash.xxh3_64_intdigest(header + metadata)) + metadata
+
+
+def mutated_bytes(content: bytes, draws: random.Random) -> bytes:
+    """Flip, overwrite, remove, add or repeat bytes."""
+    body = bytearray(content)
+    for _ in range(draws.randint(1, 3)):
+        place = draws.randrange(len(body) + 1)
+        match draws.randrange(5):
+            case 0:
+                del body[place:]
+            case 1:
+                body[place:place] = draws.randbytes(draws.randint(1, 9))
+            case 2:
+                body[place : place + 8] = draws.choice([b"\xff" * 8, bytes(8), struct.pack("!Q", 2**63)])
+            case 3:
+                body[place : place + 1] = draws.randbytes(1)
+            case _:
+                del body[place : place + draws.randint(1, 9)]
+    return bytes(body)

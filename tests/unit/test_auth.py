@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from drawn_frames import feed
 from hypothesis import given
 from hypothesis import strategies as st
 from joined_frames import joined
@@ -60,15 +61,7 @@ class Receiver:
         self._decoder.use(session.receiving)
 
     def take(self, data: bytes) -> list[Message]:
-        taken = []
-        while data:
-            buffer = self._decoder.next_buffer()
-            piece, data = data[: len(buffer)], data[len(buffer) :]
-            buffer[: len(piece)] = piece
-            frame = self._decoder.received(len(piece))
-            if frame is not None:
-                taken.append(frame.message)
-        return taken
+        return [frame.message for frame in feed(self._decoder, data)]
 
 
 # --- the handshake ------------------------------------------------------------------------------

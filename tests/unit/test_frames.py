@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import torch
 import xxhash
-from drawn_frames import any_of, feed, forged, messages, whole
+from drawn_frames import any_of, feed, forged, messages, mutated_bytes, whole
 from hypothesis import Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -170,6 +170,7 @@ def test_frames_over_a_checked_transport_have_no_checks(step: int) -> None:
     assert buffer == model
 
 
+@pytest.mark.fault(12)
 @pytest.mark.parametrize("damaged", [None, 0, 1_000, 4_095])
 @pytest.mark.parametrize("ahead", [0, 1, 1_000, 4_096])
 def test_bytes_checked_ahead_are_checked_once(ahead: int, damaged: int | None) -> None:
@@ -315,10 +316,7 @@ GROUP = (
         (17, b"{}"),
         (17, b'{"step":1,"more":1}'),
         (17, b'{"step":1,"step":2}'),
-        (17, b'{"step":1'),
-        (17, b"[1]"),
         (17, b'\xff{"step":1}'),
-        (17, b'{"step":1}\x00'),
         (18, b'{"round":0,"members":[1,1]}'),
         (18, b'{"round":0,"members":[2,1]}'),
         (18, b'{"round":0,"members":[65536]}'),
@@ -412,15 +410,6 @@ def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:
     with pytest.raises(ProtocolError, match=f"{size} bytes where 8"):
         feed(Decoder(lambda *_: Bytes(buffer)), data)
     assert bytes(buffer) == bytes(8)
-
-
-@pytest.mark.parametrize("bit", range(0, 64, 5))
-@pytest.mark.fault(12)
-def test_a_flipped_bit_of_the_payload_is_refused(bit: int) -> None:
-    data = bytearray(whole(ModelReply(1), 1, memoryview(b"8 bytes.")))
-    data[-16 + bit // 8] ^= 1 << bit % 8
-    with pytest.raises(ProtocolError, match="payload that does not match its checksum"):
-        feed(Decoder(lambda *_: Bytes(memoryview(bytearray(8)))), bytes(data))
 
 
 @pytest.mark.fault(13)
@@ -523,25 +512,6 @@ def mutated_json(content: bytes, draws: random.Random) -> bytes:
                 other, from_ = draws.choice(known)
                 held[key] = copy.deepcopy(dict(pairs(other)).get(from_))
     return json.dumps(plain, ensure_ascii=draws.random() < 0.5).encode(errors="surrogatepass")
-
-
-def mutated_bytes(content: bytes, draws: random.Random) -> bytes:
-    """Flip, overwrite, remove, add or repeat bytes."""
-    body = bytearray(content)
-    for _ in range(draws.randint(1, 3)):
-        place = draws.randrange(len(body) + 1)
-        match draws.randrange(5):
-            case 0:
-                del body[place:]
-            case 1:
-                body[place:place] = draws.randbytes(draws.randint(1, 9))
-            case 2:
-                body[place : place + 8] = draws.choice([b"\xff" * 8, bytes(8), struct.pack("!Q", 2**63)])
-            case 3:
-                body[place : place + 1] = draws.randbytes(1)
-            case _:
-                del body[place : place + draws.randint(1, 9)]
-    return bytes(body)
 
 
 def mutated_message(message: Message, kind: Kind, draws: random.Random) -> bytes:

@@ -148,12 +148,6 @@ def test_places_are_those_of_fields_alone() -> None:
     }
 
 
-def test_an_error_about_a_value_has_its_position() -> None:
-    parameter = solver_from_text("base_lr: 1\n max_iter: -5", PATH)
-    assert str(parameter.error("max_iter", "is below 0")) == f"{PATH}:2:2: max_iter: is below 0"
-    assert str(parameter.error("stepsize", "is missing")) == f"{PATH}: stepsize: is missing"
-
-
 def test_fields_without_effect_give_warnings_in_order() -> None:
     parameter = solver_from_text("base_lr: 1\nsnapshot_diff: false solver_mode: GPU\nnet: 'a'\n", PATH)
     assert parameter.warnings() == [
