@@ -59,13 +59,13 @@ def parts(given: Given) -> Iterator[Part]:
     real = full or bool(given.data_dir)
     problem = _lenet(given.data_dir) if real else _mlp()
     alexnet = _Block("alexnet", 1, 3, 1.76, *((64, 400) if full else (16, 40)))
-    resnet = _Block("resnet56", 8, 2, 1.23, *((32, 100) if full else (8, 20)))
     columns = list(COLUMNS) if full else [name for name in COLUMNS if not name.endswith(":0.3")]
     yield _communication((8, 16, 32) if full else (8, 16))
     numbers, iterations = ((2, 4, 8, 16, 64), 400) if full else ((2, 16), 60)
     yield _baseline(problem if real else _mlp(1.0), numbers, iterations)
     yield _table_4(problem, alexnet, columns)
-    yield _table_4(_mlp(), resnet, columns)
+    if full:
+        yield _table_4(_mlp(), _Block("resnet56", 8, 2, 1.23, 32, 100), columns)
     yield _stragglers(problem, alexnet, full)
     yield _pairs(_mlp(), *((64, 200, PAIRS) if full else (16, 40, {10: 12})))
     if full:
