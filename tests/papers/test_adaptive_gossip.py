@@ -150,20 +150,6 @@ def test_way_travelled_goes_on_when_the_request_fails():
     assert [manager.step(t, 1.0) for t in (7, 8, 9, 10)] == [False, False, False, True]
 
 
-def test_retrievals_become_rare_as_the_model_settles():
-    """Figure 7: the adaptive rule pulls while the model changes, and less once it is stable."""
-    made = LoggedWorld(0)
-    for rank in range(4):
-        module = Point(rank)
-        module.target = Point(0).target  # one optimum for all, so that models settle
-        options = {"policy": "adaptive:threshold=0.02", "iterations": 80, "init": "own", "module": module}
-        made.start(rank, maker(rank, 4, **options))
-    ended(made, 300.0)
-    for peer in made.peers.values():
-        early = sum(pull.step <= 40 for pull in made.retrievals(peer.rank))
-        assert early >= 3 and early >= 3 * (len(made.retrievals(peer.rank)) - early)
-
-
 @dataclass(frozen=True)
 class Watch(Policy):
     """A policy that pulls when 4 divides t, and records its observations."""
@@ -228,24 +214,3 @@ def test_consensus_distance_is_exact_over_all_pairs(peers: int):
     each = [consensus_distance([pair], peers) ** 2 for pair in pairs]
     assert np.mean(each) == pytest.approx(true, rel=1e-12)
     assert math.isnan(consensus_distance([], peers))
-
-
-def test_consensus_distance_of_what_retrievals_saw():
-    """Eq. 8: the estimate from retrievals is close to the value computed from all models."""
-
-    def lockstep() -> LoggedWorld:
-        """All peers step at the same time; models arrive 0.6 s later."""
-        network = Network(bandwidth=1e15, delay=0.3)
-        return world(4, network=network, policy="tau:1", blocking=True, init="own", iterations=30)
-
-    made = ended(lockstep(), 200.0)
-    late = [pull for rank in made.peers for pull in made.retrievals(rank) if pull.step > 10]
-    estimate = consensus_distance([pull.distance**2 for pull in late], 4)
-
-    again = lockstep()
-    squares = []
-    for step in range(11, 31):  # after the step, before the mix
-        until(again, 3, f"step {step}").run(again.now + 0.1)
-        rows = torch.stack([peer.weights() for peer in again.peers.values()])
-        squares.append(float((rows - rows.mean(0)).square().sum(1).mean()))
-    assert estimate == pytest.approx(math.sqrt(sum(squares) / len(squares)), rel=0.15)

@@ -21,7 +21,7 @@ from seeds import seeds, some
 from served import models
 from stale import SSPConsistency
 from top_percent import TopServerStorage, TopTransmitBuffer
-from torch import Tensor, nn
+from torch import Tensor
 from transcripts import LoggedWorld
 
 from gossipx.parts import (
@@ -203,45 +203,6 @@ def test_unsent_values_stay_in_the_buffer(size: int, dtype: torch.dtype) -> None
         assert int((decoded != 0).sum()) <= count and (not size or decoded.abs().max() == largest)
         sent += decoded
         assert torch.equal(sent + buffer.data, made)
-
-
-class Wide(nn.Module):
-    """A model of 1,500 values, no two gradients of which are equal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.first = nn.Parameter(torch.randn(served.FEATURES, 300, generator=generator, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.first).mean(1)
-
-
-def test_top_one_percent_is_error_feedback_over_the_largest() -> None:
-    """Compared with an implementation for one worker; a push has 15 values and indices of 1,500."""
-    sent: list[int] = []
-
-    class Noting(TopTransmitBuffer):
-        def encode(self) -> bytes:
-            encoded = super().encode()
-            sent.append(len(encoded))
-            return encoded
-
-    parts = Parts(storages=Storages(transmit=Noting, server=TopServerStorage))
-    made = served.ended(served.world(1, parts=parts, module=Wide, optimizer=served.plain))
-    here = Wide()
-    left = torch.zeros(served.FEATURES * 300, dtype=torch.float64)
-    for iteration in range(served.ITERATIONS):
-        served.gradients(here, [served.batch(0, iteration)])
-        assert here.first.grad is not None
-        left += here.first.grad.reshape(-1)
-        bound = left.abs().sort().values[-15]
-        step = torch.where(left.abs() >= bound, left, 0)
-        left -= step
-        with torch.no_grad():
-            here.first -= 0.1 * step.view_as(here.first)
-    torch.testing.assert_close(models(made)[0], served.values(here), rtol=1e-9, atol=1e-12)
-    assert sent == [15 * (8 + 4)] * served.ITERATIONS
 
 
 # --- Code 4.4: SSP, and controllers that decide when workers push and pull ------------------------------------

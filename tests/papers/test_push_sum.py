@@ -135,24 +135,6 @@ def one_pushes(policy: str, iterations: int, **options: Any) -> LoggedWorld:
     return until(made, 1, "takes from 0")
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.fault(26)
-def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
-    """The half has left its sender, and the receiver is unsure: it asks until it knows, and mixes once."""
-    made = one_pushes("tau:5", 30, blocking=blocking)
-    made.network.cut(
-        [0], [1], made.now + 0.35, made.now + 12.0, one_way=True
-    )  # only the model arrives, nothing after it
-    made.run(made.now + 5.0)
-    assert made.fired["cut"] > 0
-    assert [peer.role.weight for peer in made.peers.values()] == [0.5, 1.0]
-    assert [weight for weight, _ in under_way(made)] == [0.5]
-    conserved(made, 2)
-    made.run(29.0)
-    assert len(made.lines(1, "mixes 0")) >= 1
-    conserved(made, 2)
-
-
 @pytest.mark.parametrize("finish", ["consensus", "none"])
 @pytest.mark.parametrize("width", [0.3, 1.0, 5.0, 0.9 * TIMEOUT])
 @pytest.mark.parametrize("lost", ["request", "answer"])

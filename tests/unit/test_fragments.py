@@ -124,18 +124,6 @@ def test_a_round_of_waves_is_a_wave_of_the_model(dtype: torch.dtype, rule: str) 
     assert all(map(torch.equal, exchanged(parts), exchanged(whole)))
 
 
-def test_each_fragment_has_momentum_of_its_own_exchanges() -> None:
-    """The kept vectors cover their fragment alone, and only those that were exchanged hold values."""
-    _, arena = made(0, rule=f"momentum:{GAMMA}")
-    _, theirs = made(1)
-    pull(arena, theirs, [2])
-    outers = [fragment.outer for fragment in arena.fragments]
-    assert [one is not None and one.begun for one in outers] == [False, True, False, False, False]
-    kept = outers[1].vectors() if outers[1] is not None else []
-    assert [len(vector) for vector in kept] == [section.trainable for section in arena.fragment(2).sections]
-    assert arena.exchanged.outer is None
-
-
 @pytest.mark.parametrize("sampled", [None, 3], ids=["exact", "sampled"])
 def test_the_rest_of_the_boundary_is_kept_while_others_read_the_last(sampled: int | None) -> None:
     """The new boundary lies in other memory then, which has the whole model."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -103,14 +102,6 @@ def test_a_decision_that_is_not_followed_resets_nothing():
     """Without an available peer the caller does not call requested(), and the counters continue."""
     manager = SyncManager(policies.parse("travel:distance=2.5"))
     assert [manager.step(step, 1.0) for step in (1, 2, 3, 4)] == [False, False, True, True]
-
-
-@pytest.mark.parametrize("policy", ["tau:2", lambda seen: seen.step % 2 == 0, policies.Tau(2)])
-def test_a_policy_may_be_a_spec_or_a_function(policy: Any) -> None:
-    """As for gossipx.join(policy=...)."""
-    manager = SyncManager(policy)
-    assert isinstance(manager.policy, policies.Policy)
-    assert [manager.step(step, 1.0) for step in range(1, 5)] == [False, True, False, True]
 
 
 def test_two_seeds_toss_two_coins():

@@ -385,15 +385,19 @@ def iteration(here: Side) -> None:
     here.train([torch.ones(8), torch.ones(5)])
 
 
-def states(here: Side) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Return the states of the worker and of the shards, as written to checkpoints."""
-    worker = here.client.state_dict()
-    shards = [here.table_store.state_dict(shard) for shard in here.stores]
-    return None if worker is None else {**worker, "states": [copied(one) for one in worker["states"]]}, shards
+def counts(here: Side) -> list[list[int]]:
+    """Return the states of the shards' parts, as written to checkpoints."""
+    states = (here.table_store.state_dict(shard)["store"]["parts"] for shard in here.stores)
+    return [[state for state in parts if state is not None] for parts in states]
 
 
-def copied(state: object) -> object:
-    return state.clone() if isinstance(state, Tensor) else state
+def resumed(cut: Side, storages: Storages = KEEPING) -> Side:
+    """Return a side with the state of ``cut``, which is not used any more."""
+    again = made(storages)
+    again.client.load_state_dict(cut.saved())
+    for shard in cut.stores:
+        again.table_store.load_state_dict(shard, cut.table_store.state_dict(shard))
+    return again
 
 
 def test_the_state_of_parts_is_restored() -> None:
@@ -401,19 +405,13 @@ def test_the_state_of_parts_is_restored() -> None:
     for one in (whole, cut):
         iteration(one)
         iteration(one)
-    worker, shards = states(cut)
-    assert worker is not None
-    again = made()
-    again.client.load_state_dict(worker)
-    for shard, state in enumerate(shards):
-        again.table_store.load_state_dict(shard, state)
-        counts = [state for state in state["store"]["parts"] if state is not None]
-        assert counts == [2, 2], "one gradient per table and iteration"
+    again = resumed(cut)
+    assert counts(cut) == counts(again) == [[2, 2]] * 2, "one gradient per table and iteration"
     for one in (whole, again):
         iteration(one)
         one.pull()
     assert all(map(torch.equal, whole.parameters, again.parameters))
-    assert states(whole)[1][0]["store"]["parts"] == states(again)[1][0]["store"]["parts"]
+    assert counts(whole) == counts(again) == [[3, 3]] * 2
 
 
 def test_gradients_that_wait_to_be_sent_count_as_sent() -> None:
@@ -436,8 +434,7 @@ def test_parts_without_state_write_nothing() -> None:
 
 
 def test_the_state_of_other_parts_is_refused() -> None:
-    worker, _ = states(made())
-    assert worker is not None
+    worker = made().saved()
     with pytest.raises(UsageError, match="saved with the parts: transmit Half, server Counting, and this run has: "):
         made(dataclasses.replace(KEEPING, transmit=TransmitBuffer)).client.load_state_dict(worker)
     with pytest.raises(ValueError, match="longer"):
@@ -452,12 +449,8 @@ def test_gradients_that_gather_are_in_checkpoints(storages: Storages) -> None:
         iteration(one)
         one.update([torch.ones(8), torch.ones(5)])
         one.client.gather()
-    worker, shards = states(cut)
-    assert worker is not None and any(isinstance(state, Tensor) for state in worker["states"])
-    again = made(storages)
-    again.client.load_state_dict(worker)
-    for shard, state in enumerate(shards):
-        again.table_store.load_state_dict(shard, state)
+    assert any(isinstance(state, Tensor) for state in cut.saved()["states"])
+    again = resumed(cut, storages)
     for one in (whole, again):
         iteration(one)
         iteration(one)
