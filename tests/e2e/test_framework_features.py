@@ -103,7 +103,7 @@ gossip = GossipCallback(**settings)
 module = Fitted()
 trainer = lightning.Trainer(
     max_epochs=4, accelerator="cpu", devices=1, callbacks=[*more, gossip, Began()], logger=False,
-    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
 )
 trainer.fit(module, torch.utils.data.DataLoader(gossip.shard(Data()), batch_size=8))
 told["iteration"] = gossip.peer.iteration
@@ -165,6 +165,32 @@ more = []
     assert one["iteration"] == other["iteration"] == 16
     moved = [abs(before - after) for before, after in zip(one["began"], one["ended"], strict=True)]
     assert min(max(moved[:5]), max(moved[5:])) > 0.1
+
+
+@pytest.mark.fault(49)
+def test_a_backbone_that_lightning_unfreezes_is_exchanged(two: Folder) -> None:
+    """And the checkpoint that Lightning writes after an exception is each peer's own."""
+    require("lightning")
+    text = """
+from lightning.pytorch.callbacks import BackboneFinetuning, OnExceptionCheckpoint
+
+
+class Fitted(Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.network = nn.Sequential(self.backbone, nn.ReLU(), nn.Linear(8, 1))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.01)
+
+
+more = [BackboneFinetuning(1, verbose=False), OnExceptionCheckpoint("exc")]
+"""
+    one, other = told_by_both(two, LIT + text + FIT + "told['saves'] = more[1].ckpt_path\n")
+    assert [told["saves"] for told in (one, other)] == [f"exc/peer-0{peer}/on_exception.ckpt" for peer in range(2)]
+    moved = [abs(before - after) for before, after in zip(one["began"][:32], one["ended"][:32], strict=True)]
+    assert max(moved) > 1e-3  # the weight of the backbone
 
 
 # --- Accelerate -------------------------------------------------------------------------------------------------
