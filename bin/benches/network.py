@@ -87,7 +87,7 @@ def _run(net: EmulatedNetwork, scratch: Path, iterations: int, policy: str) -> d
 
 
 def _received(net: EmulatedNetwork) -> int:
-    return sum(host.counters().received for host in net.hosts)
+    return sum(host.received() for host in net.hosts)
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def test_gossipx_runs_on_several_machines(tmp_path: Path) -> None:
     with EmulatedNetwork(2, "100mbit") as net:
         options = ("--policy", "tau:5", "--blocking", "--iterations", "40", "--eval-interval", "0")
         one, other = train(net, tmp_path, "first", *options)
-        received = [host.counters().received for host in net.hosts]
+        received = [host.received() for host in net.hosts]
     assert one.lost == other.lost == []
     assert one.retrievals == other.retrievals == [8, 8]
     assert one.test_accuracy[0] == one.test_accuracy[1]  # after the finish all have the same model

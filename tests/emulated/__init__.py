@@ -5,6 +5,6 @@ Only rate and delay of the links are emulated: the kernel processes real packets
 """
 
 from emulated.namespaces import NetworkUnavailableError, lacking, sweep
-from emulated.network import Counters, EmulatedNetwork, Host
+from emulated.network import EmulatedNetwork, Host
 
-__all__ = ["Counters", "EmulatedNetwork", "Host", "NetworkUnavailableError", "lacking", "sweep"]
+__all__ = ["EmulatedNetwork", "Host", "NetworkUnavailableError", "lacking", "sweep"]

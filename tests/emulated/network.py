@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,21 +20,6 @@ from emulated.shaping import HIDING, TokenBucket, netem
 SUBNET = "198.18.0"
 """Reserved for measurements of networks (RFC 2544), so that a stray packet reaches nobody."""
 MOST_PEERS = 64
-
-
-@dataclass(frozen=True)
-class Counters:
-    """The traffic of one peer's link: Ethernet frames with headers, as counted by its token buckets.
-
-    Attributes:
-        sent: bytes from the peer.
-        received: bytes to the peer.
-        dropped: frames dropped because a queue was full, in both directions.
-    """
-
-    sent: int
-    received: int
-    dropped: int
 
 
 class Host:
@@ -76,10 +60,10 @@ class Host:
         self._processes.append(process)
         return process
 
-    def counters(self) -> Counters:
-        """Return the traffic of the link so far."""
-        up, down = _queue(self.namespace, "eth0", "tbf"), _queue(self.lan, self.port, "tbf")
-        return Counters(up["bytes"], down["bytes"], up["drops"] + down["drops"])
+    def received(self) -> int:
+        """Return the bytes to the peer so far: Ethernet frames with headers, as counted by its link's token bucket."""
+        queues = json.loads(run("tc", "-n", self.lan, "-s", "-j", "qdisc", "show", "dev", self.port))
+        return int(next(one["bytes"] for one in queues if one["kind"] == "tbf"))
 
     def reap(self) -> None:
         """Wait for the processes that were started here, which have ended or been killed."""
@@ -216,12 +200,6 @@ def _end(switch: subprocess.Popen[str]) -> None:
     with switch.stdin, switch.stdout:
         switch.kill()
         switch.wait(GONE_WITHIN)
-
-
-def _queue(namespace: str, device: str, kind: str) -> dict[str, int]:
-    queues = json.loads(run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
-    found: dict[str, int] = next(one for one in queues if one["kind"] == kind)
-    return found
 
 
 @contextlib.contextmanager
