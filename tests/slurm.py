@@ -35,16 +35,12 @@ def lacking() -> str | None:
 
 
 @dataclass(frozen=True)
-class Slurm:
-    """A running cluster.
-
-    Attributes:
-        environment: environment variables with which its commands reach it.
-    """
+class Shell:
+    """Runs commands in an environment, such as one in which those of a cluster reach it."""
 
     environment: Mapping[str, str]
 
-    def run(self, command: Sequence[str | Path], cwd: Path, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str | Path], cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; kill it if it takes too long."""
         return subprocess.run(
             list(map(str, command)),
@@ -57,8 +53,15 @@ class Slurm:
         )
 
 
+def environment_with(bin_directory: Path) -> dict[str, str]:
+    """Return environment variables without those of a launcher, and with the commands of a directory."""
+    launchers = ("GOSSIPX_", "SLURM_", "SBATCH_", "OMPI_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    return {**kept, "PATH": f"{bin_directory}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
 @contextlib.contextmanager
-def one_machine(folder: Path, bin_directory: Path) -> Iterator[Slurm]:
+def one_machine(folder: Path, bin_directory: Path) -> Iterator[Shell]:
     """Start a cluster whose jobs have ``bin_directory`` first in their PATH.
 
     Raises:
@@ -74,18 +77,9 @@ def one_machine(folder: Path, bin_directory: Path) -> Iterator[Slurm]:
         conf.write_text(_configuration(folder, munge))
         for name in ("state", "spool"):
             (folder / name).mkdir()
-        inherited = {
-            k: v for k, v in os.environ.items() if not k.startswith(("GOSSIPX_", "SLURM_", "SBATCH_", "OMPI_"))
-        }
-        environment = {
-            **inherited,
-            "SLURM_CONF": str(conf),
-            "PATH": f"{bin_directory}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-        }
         for daemon in ("slurmctld", "slurmd"):
             _start(undo, folder, daemon, [_tool(daemon) or daemon, "-D", "-f", str(conf)])
-        slurm = Slurm(environment)
+        slurm = Shell({**environment_with(bin_directory), "SLURM_CONF": str(conf)})
         _until(lambda: slurm.run(["sinfo", "-h", "-o", "%T"], folder, 30).stdout.strip() == "idle", folder)
         yield slurm
 

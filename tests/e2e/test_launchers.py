@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,10 @@ import pytest
 import slurm
 from emulated import EmulatedNetwork, Host
 from emulated import lacking as no_network
-from ports import free_ports
-from safetensors.torch import load_file
 
 from gossipx.checkpoint import Store
 from gossipx.metrics import summary
-from runs import LONG, PRELUDE, differences
+from runs import LONG, PRELUDE
 
 BRIEF = ("--policy", "tau:5", "--blocking", "--peer-timeout", "60")
 ROOT = Path(__file__).parents[2]
@@ -55,31 +53,18 @@ def bin_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, bin_directory: Path) -> Iterator[slurm.Slurm]:
+def shell(bin_directory: Path) -> slurm.Shell:
+    """Runs commands outside of any launcher."""
+    return slurm.Shell(slurm.environment_with(bin_directory))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, bin_directory: Path) -> Iterator[slurm.Shell]:
     """A SLURM cluster of this machine."""
     if (reason := slurm.lacking()) is not None:
         pytest.skip(reason)
     with slurm.one_machine(tmp_path_factory.mktemp("slurm"), bin_directory) as made:
         yield made
-
-
-def environment_of(bin_directory: Path) -> dict[str, str]:
-    """Return environment variables without those of a launcher, and with these commands."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOSSIPX_", "SLURM_", "OMPI_"))}
-    return {**kept, "PATH": f"{bin_directory}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-
-
-def run(command: Sequence[str | Path], folder: Path, bin_directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run a launcher to its end."""
-    return subprocess.run(
-        list(map(str, command)),
-        cwd=folder,
-        env=environment_of(bin_directory),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LONG,
-    )
 
 
 def torchrun(*arguments: str | Path) -> list[str | Path]:
@@ -91,26 +76,6 @@ def mpirun(*arguments: str | Path) -> list[str | Path]:
         pytest.skip("mpirun (Debian's openmpi-bin) not found")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return ["mpirun", *root, "--oversubscribe", "-np", "2", *arguments]
-
-
-def check_joined(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
-    """Check that two peers have trained and agree at the end."""
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [(one["rank"], one["size"]) for one in told] == [(0, 2), (1, 2)]
-    assert told[0]["sum"] == pytest.approx(told[1]["sum"], abs=1e-5)
-
-
-def check_run(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
-    """Check that there is one run of two peers, in one directory."""
-    directory = folder / "runs" / "x"
-    check_joined(folder, ended)
-    found = summary.read(directory)
-    assert (found.peers, found.lost, found.iterations) == (2, [], 30)
-    assert sum(pulls or 0 for pulls in found.retrievals) > 0
-    models = [load_file(directory / f"peer-{rank:02d}" / "model.safetensors") for rank in range(2)]
-    assert max(differences(*models).values()) <= 1e-6, "the finish averages"
-    assert ended.stdout.count("wrote runs/x/summary.json") == 1, ended.stdout
 
 
 AGAIN = (
@@ -144,10 +109,6 @@ def check_resumed(folder: Path, launcher: str, output: str, under_run: bool) -> 
         assert summary.read(folder / "runs" / "tau").lost == []
 
 
-def gossipx_run(folder: Path) -> list[str | Path]:
-    return ["gossipx", "run", "--name", "x", *BRIEF, written(folder), folder]
-
-
 def written(folder: Path) -> Path:
     script = folder / "train.py"
     script.write_text(SCRIPT)
@@ -157,22 +118,26 @@ def written(folder: Path) -> Path:
 # --- torchrun -----------------------------------------------------------------------------------------
 
 
-def test_torchrun_starts_a_script(tmp_path: Path, bin_directory: Path) -> None:
-    check_joined(tmp_path, run(torchrun(written(tmp_path), tmp_path), tmp_path, bin_directory))
+def test_torchrun_starts_a_script(tmp_path: Path, shell: slurm.Shell) -> None:
+    ended = shell.run(torchrun(written(tmp_path), tmp_path), tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [(one["rank"], one["size"]) for one in told] == [(0, 2), (1, 2)]
+    assert told[0]["sum"] == pytest.approx(told[1]["sum"], abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.fault(74)
 @pytest.mark.parametrize("kind", [[], ["--no-python", "gossipx", "run", *BRIEF]], ids=["script", "gossipx run"])
 def test_torchrun_ends_all_when_one_fails_and_the_next_attempt_resumes(
-    tmp_path: Path, bin_directory: Path, kind: list[str]
+    tmp_path: Path, shell: slurm.Shell, kind: list[str]
 ) -> None:
     """The peer that failed, without a checkpoint, gets the model of the other. The second attempt finds its peers
     without using keys that the first one left in the store."""
     script = tmp_path / "train.py"
     dies = "if attempt == '0' and peer.rank == 1:\n        train(peer, model, optimizer, 20)\n        sys.exit(7)"
     script.write_text(AGAIN.replace("BEGIN", dies).replace("COUNTER", "TORCHELASTIC_RESTART_COUNT"))
-    ended = run(torchrun("--max-restarts", "1", *kind, script, tmp_path), tmp_path, bin_directory)
+    ended = shell.run(torchrun("--max-restarts", "1", *kind, script, tmp_path), tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     check_resumed(tmp_path, "torchrun", ended.stdout + ended.stderr, bool(kind))
 
@@ -181,7 +146,7 @@ def test_torchrun_ends_all_when_one_fails_and_the_next_attempt_resumes(
 
 
 @pytest.mark.slow
-def test_the_printed_job_keeps_the_others_when_one_dies(tmp_path: Path, cluster: slurm.Slurm) -> None:
+def test_the_printed_job_keeps_the_others_when_one_dies(tmp_path: Path, cluster: slurm.Shell) -> None:
     """On a cluster that by default ends all tasks when one fails."""
     script = tmp_path / "train.py"
     dies = "for process in (os.getppid(), os.getpid()):\n            os.kill(process, signal.SIGKILL)"
@@ -202,7 +167,7 @@ def test_the_printed_job_keeps_the_others_when_one_dies(tmp_path: Path, cluster:
 @pytest.mark.fault(74)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gossipx run", "script"])
-def test_a_job_that_slurm_starts_again_resumes(tmp_path: Path, cluster: slurm.Slurm, kind: str) -> None:
+def test_a_job_that_slurm_starts_again_resumes(tmp_path: Path, cluster: slurm.Shell, kind: str) -> None:
     """As after preemption, or the failure of a node."""
     script = tmp_path / "train.py"
     script.write_text(AGAIN.replace("BEGIN", "pass").replace("COUNTER", "SLURM_RESTART_COUNT"))
@@ -231,14 +196,6 @@ def test_a_job_that_slurm_starts_again_resumes(tmp_path: Path, cluster: slurm.Sl
     check_resumed(tmp_path, "srun", told(), kind == "gossipx run")
 
 
-# --- Open MPI -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_mpirun_starts_gossipx_run(tmp_path: Path, bin_directory: Path) -> None:
-    check_run(tmp_path, run(mpirun(*gossipx_run(tmp_path)), tmp_path, bin_directory))
-
-
 # --- several machines ---------------------------------------------------------------------------------
 
 
@@ -258,54 +215,23 @@ def test_machines_that_share_nothing_but_a_network(tmp_path: Path) -> None:
             assert summary.read(directory).lost == []
             lines = (directory / "hosts.txt").read_text().splitlines()
             assert [line.partition(":")[0] for line in lines[:2]] == [host.address for host in net.hosts]
-        bare = [start(host, rank, net, tmp_path / "bare", {}) for rank, host in enumerate(net.hosts)]
-        told = [process.communicate(timeout=LONG)[0] for process in bare]
-        assert all("give --secret-file FILE (or GOSSIPX_SECRET)" in one for one in told), told
-        assert [process.returncode for process in bare] == [2, 2]
 
 
 def start(host: Host, rank: int, net: EmulatedNetwork, folder: Path, secret: dict[str, str]) -> subprocess.Popen[Any]:
     logdir = folder / f"host-{rank}"
-    logdir.mkdir(parents=True)
+    logdir.mkdir()
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GOSSIPX_")}
-    environment = {
-        **kept,
-        **secret,
-        "GOSSIPX_RANK": str(rank),
-        "GOSSIPX_SIZE": "2",
-        "GOSSIPX_MASTER": net.hosts[0].address,
-        "OMP_NUM_THREADS": "1",
-    }
+    place = {"GOSSIPX_RANK": str(rank), "GOSSIPX_SIZE": "2", "GOSSIPX_MASTER": net.hosts[0].address}
     options = ["--name", "x", "--logdir", logdir, "--bind", "0.0.0.0", *BRIEF, written(logdir), logdir]
     return host.popen(
         [sys.executable, "-m", "gossipx", "run", *options],
-        env=environment,
+        env={**kept, **secret, **place, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_an_error_of_one_rank_ends_all(tmp_path: Path, wrong: int) -> None:
-    """Every process reports the reason, for either rank; the ranks are given by gossipx's own variables."""
-    (tmp_path / "there.py").write_text("")
-    (port,) = free_ports(1)
-    starts = []
-    for rank in (0, 1):
-        place = {"GOSSIPX_RANK": str(rank), "GOSSIPX_SIZE": "2", "GOSSIPX_MASTER": f"localhost:{port}"}
-        environment = {**os.environ, **place}
-        script = "nowhere.py" if rank == wrong else "there.py"
-        command = [sys.executable, "-m", "gossipx", "run", "--rendezvous-timeout", str(LONG), script]
-        starts.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True))
-    told = [one.communicate(timeout=LONG)[1] for one in starts]
-    assert [one.returncode for one in starts] == [2, 2], told
-    assert "nowhere.py: script not found" in told[wrong]
-    assert f"rank {wrong} aborted: nowhere.py: script not found" in told[1 - wrong]
-    assert not (tmp_path / "runs").exists()
 
 
 # --- stopping -----------------------------------------------------------------------------------------
@@ -321,25 +247,19 @@ with peer:
 )
 
 
-def stopped(command: Sequence[str | Path], folder: Path, environment: Mapping[str, str]) -> str:
+def stopped(command: Sequence[str | Path], folder: Path, shell: slurm.Shell) -> str:
     """Start a launcher, terminate it when two peers train, and return its output."""
     output = folder / "output"
+    environment = dict(shell.environment)
     with output.open("w") as file:
-        started = subprocess.Popen(
-            list(map(str, command)),
-            cwd=folder,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+        started = subprocess.Popen([*map(str, command)], cwd=folder, env=environment, stdout=file, stderr=file)
         try:
             by = time.monotonic() + LONG
             while not all((folder / f"{rank}-trains").exists() for rank in range(2)):
                 assert started.poll() is None and time.monotonic() < by, output.read_text()
                 os.sched_yield()
             if command[0] == "srun":  # itself it would kill its tasks at once
-                subprocess.run(["scancel", "--name", "stops"], env=dict(environment), check=True)
+                subprocess.run(["scancel", "--name", "stops"], env=environment, check=True)
             else:
                 started.send_signal(signal.SIGTERM)
             started.wait(LONG)
@@ -347,14 +267,6 @@ def stopped(command: Sequence[str | Path], folder: Path, environment: Mapping[st
             started.kill()
             started.wait()
     return output.read_text()
-
-
-def check_stopped(folder: Path, output: str) -> None:
-    """Check that both peers have a checkpoint and a model."""
-    for rank in range(2):
-        own = folder / "runs" / "x" / f"peer-{rank:02d}"
-        assert (Store(own / "checkpoints").find() or 0) >= 20, output
-        assert (own / "model.safetensors").exists(), output
 
 
 def launched(launcher: str, program: Sequence[str | Path]) -> list[str | Path]:
@@ -367,20 +279,25 @@ def launched(launcher: str, program: Sequence[str | Path]) -> list[str | Path]:
 
 @pytest.mark.fault(53)
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["script", "gossipx run"])
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
+@pytest.mark.parametrize(
+    ("launcher", "kind"),
+    [("torchrun", "script"), ("mpirun", "gossipx run"), ("srun", "script"), ("srun", "gossipx run")],
+)
 def test_a_launcher_that_is_terminated_stops_its_peers_in_order(
-    tmp_path: Path, bin_directory: Path, launcher: str, kind: str, request: pytest.FixtureRequest
+    tmp_path: Path, shell: slurm.Shell, launcher: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    environment = environment_of(bin_directory)
-    if launcher == "srun":
-        environment = request.getfixturevalue("cluster").environment
+    """Both peers have a checkpoint and a model."""
     script = tmp_path / "train.py"
     script.write_text(ENDLESS)
     run_it = ["gossipx", "run", "--name", "x", *BRIEF] if kind == "gossipx run" else ["python"]
-    output = stopped(launched(launcher, [*run_it, script, tmp_path]), tmp_path, environment)
-    check_stopped(tmp_path, output)
+    where = request.getfixturevalue("cluster") if launcher == "srun" else shell
+    output = stopped(launched(launcher, [*run_it, script, tmp_path]), tmp_path, where)
+    directory = tmp_path / "runs" / "x"
+    for rank in range(2):
+        own = directory / f"peer-{rank:02d}"
+        assert (Store(own / "checkpoints").find() or 0) >= 20, output
+        assert (own / "model.safetensors").exists(), output
     if kind == "gossipx run":
-        found = summary.read(tmp_path / "runs" / "x")
+        found = summary.read(directory)
         assert len(found.stopped) == 2 and found.lost == [] and None not in found.retrievals, output
         assert output.count("continue with: gossipx run --resume x") == 1, output
