@@ -34,6 +34,13 @@ def three(tmp_path: Path) -> Iterator[Folder]:
 
 
 @pytest.fixture
+def four(tmp_path: Path) -> Iterator[Folder]:
+    """A folder for four peers."""
+    with folder(tmp_path, 4) as made:
+        yield made
+
+
+@pytest.fixture
 def forked_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the hosts of emulated networks fork Python's processes, and start no new interpreters."""
     monkeypatch.setenv("FORKED_PYTHON", str(commands() / "python"))

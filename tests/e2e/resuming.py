@@ -39,13 +39,11 @@ def kill(run: Process) -> None:
 
 
 def resume(here: Folder, *options: str | Path, name: str | Path = "x") -> Process:
-    return here.start("-m", "gossipx", "run", "--logdir", here.path, "--resume", name, *options)
+    return here.gossipx("run", "--logdir", here.path, "--resume", name, *options)
 
 
 def resumed(here: Folder, *options: str | Path, name: str | Path = "x") -> Run:
-    ended = resume(here, *options, name=name).end()
-    assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
-    return Run(here.path / name, ended)
+    return Run(here.path / name, resume(here, *options, name=name).end(code=0))
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

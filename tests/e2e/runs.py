@@ -171,16 +171,18 @@ class Process:
         """Kill it and the peers that it started, whose end it must not live to report."""
         kill_processes(self.pid, *children(self.pid).values())
 
-    def end(self, within: float = LONG) -> Ended:
-        """Wait until it ends on its own."""
+    def end(self, within: float = LONG, code: int | None = None) -> Ended:
+        """Wait until it ends on its own; check its exit code, and that it shows no traceback, if ``code`` is given."""
         try:
-            code = self._process.wait(within)
+            found = self._process.wait(within)
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
             late = self._ended(self._process.returncode)
             raise AssertionError(f"still running after {within:g} s; {late.shown}") from None
-        return self._ended(code)
+        ended = self._ended(found)
+        assert code is None or (found == code and "Traceback" not in ended.output + ended.errors), ended.shown
+        return ended
 
     def _ended(self, code: int) -> Ended:
         for reader in self._readers:
@@ -217,6 +219,10 @@ class Folder:
         process = Process(command, self.path, fresh)
         self._processes.append(process)
         return process
+
+    def gossipx(self, *words: str | Path) -> Process:
+        """Start ``gossipx WORDS``."""
+        return self.start("-m", "gossipx", *words)
 
     def start_run(self, *options: str | Path, name: str = "x", fresh: bool = False) -> Process:
         """Start ``gossipx run`` with ``options``; the last ones may be a script with its arguments."""
