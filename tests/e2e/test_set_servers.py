@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from runs import Folder, Process, Run, differences, folder, one_line
+from runs import Folder, Process, Run, differences, one_line
 
 SCRIPT = """
 import threading
@@ -49,57 +47,44 @@ with gossipx.join(model, optimizer) as peer:
 """
 
 
-def set_servers(here: Folder, servers: str) -> str:
-    """Change the servers of a running run. Return the command's output."""
-    ended = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", servers).end()
-    assert ended.code == 0, ended.shown
-    return ended.output
-
-
-def trains(here: Folder, process: Process, pulls: str = r"[1-9]\d*") -> None:
-    process.line(rf"{here.names[0]} train .* pulls {pulls}")
-
-
 @pytest.mark.parametrize(
     "options", [("--placement", "sliced"), pytest.param(("--no-wait-free", "--bucket", "0"), marks=pytest.mark.slow)]
 )
-def test_bsp_ends_as_a_run_with_fixed_servers(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_bsp_ends_as_a_run_with_fixed_servers(three: Folder, options: tuple[str, ...]) -> None:
     """FluentPS, section III-A: workloads are rebalanced among the present servers, and nothing else changes."""
     told = []
-    with folder(tmp_path, 3) as here:
-        script = here.script(SCRIPT)
-        for name, more in (("stays", ()), ("changes", ("changes",))):
-            run = here.run("--servers", "0", *options, script, tmp_path, *more, name=name)
-            assert (run.summary["lost"], sum(run.summary["failed"])) == ([], 0)
-            told.append([here.told(rank) for rank in range(3)])
+    script = three.script(SCRIPT)
+    for name, more in (("stays", ()), ("changes", ("changes",))):
+        run = three.run("--servers", "0", *options, script, three.path, *more, name=name)
+        assert (run.summary["lost"], sum(run.summary["failed"])) == ([], 0)
+        told.append([three.told(rank) for rank in range(3)])
     stayed, changed = told
     assert [one["problems"] for one in changed] == [[], ["there is no peer 7: ranks are 0 to 2"], []]
     assert all(one["values"] == stayed[0]["values"] for one in (*stayed, *changed))
     assert [one["taken"] > 0 for one in changed] == [True] * 3
 
 
-def test_servers_are_set_from_the_command_line(tmp_path: Path) -> None:
+def test_servers_are_set_from_the_command_line(three: Folder) -> None:
     """Wrong ones are refused in a line, and training continues."""
-    with folder(tmp_path, 3) as here:
-        process = here.start_run("--servers", "0", here.script(COMMANDED), tmp_path)
-        trains(here, process)
-        assert set_servers(here, "0,1,2") == "the servers are now 0,1,2\n"
-        process.line(r"the servers are now 0,1,2, at epoch 1")
-        assert set_servers(here, "2,1") == "the servers are now 2,1\n"
-        for servers, told in (
-            ("0,3", "server '3' is not a peer: give a rank from 0 to 2, or a name"),
-            ("1,1", "the servers 1,1 name a peer twice"),
-            ("2,1", "the servers are already"),
-            ("0,x", "server 'x' is not a peer: give a rank from 0 to 2, or a name"),
-            ("0,", "SERVERS '0,': give numbers or names of peers separated by commas, as in 0,1,2"),
-            ("", "SERVERS '': give numbers or names of peers separated by commas, as in 0,1,2"),
-        ):
-            wrong = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", servers).end()
-            assert told in one_line(wrong, 2)
-        (tmp_path / "changed").touch()
-        ended = process.end()
-        assert ended.code == 0, ended.shown
-    run = Run(tmp_path / "x", ended)
+    process = three.start_run("--servers", "0", three.script(COMMANDED), three.path)
+    process.line(rf"{three.names[0]} train .* pulls [1-9]\d*")
+
+    def set_servers(servers: str) -> Process:
+        return three.gossipx("server", "set-servers", three.path / "x", servers)
+
+    for servers in ("0,1,2", "2,1"):
+        assert set_servers(servers).end(code=0).output == f"the servers are now {servers}\n"
+    process.line(r"the servers are now 0,1,2, at epoch 1")
+    for servers, told in (
+        ("0,3", "server '3' is not a peer: give a rank from 0 to 2, or a name"),
+        ("1,1", "the servers 1,1 name a peer twice"),
+        ("2,1", "the servers are already"),
+        ("0,", "SERVERS '0,': give numbers or names of peers separated by commas, as in 0,1,2"),
+        ("", "SERVERS '': give numbers or names of peers separated by commas, as in 0,1,2"),
+    ):
+        assert told in one_line(set_servers(servers).end(), 2)
+    (three.path / "changed").touch()
+    run = Run(three.path / "x", process.end(code=0))
     assert (run.summary["lost"], sum(run.summary["failed"])) == ([], 0)
     assert all(max(differences(run.model(0), run.model(rank)).values()) == 0 for rank in (1, 2))
 
@@ -126,29 +111,22 @@ tell(peer, refused=refused if peer.rank == 0 else "", values=model.weight.flatte
 
 
 @pytest.mark.slow
-def test_peers_that_were_started_by_hand_take_commands(tmp_path: Path) -> None:
+def test_peers_that_were_started_by_hand_take_commands(three: Folder) -> None:
     """A run that only uses gossipx.join leaves no settings, and is found by its peers' directories."""
-    with folder(tmp_path, 3) as here:
-        here.hosts.write_text("".join(f"{name} name={word}\n" for name, word in zip(here.names, NAMES, strict=True)))
-        script = here.script(JOINED)
-        started = [here.start(script, tmp_path, str(rank)) for rank in range(3)]
-        for process in started:
-            process.line("trains")
-        command, given = ("-m", "gossipx", "server"), ("--logdir", tmp_path / "runs", "hand")
-        ended = here.start(*command, "set-servers", *given, "first, second").end()
-        assert (ended.code, ended.output) == (0, "the servers are now first,second\n"), ended.shown
-        ended = here.start(*command, "set-sync", *given, "asp").end()
-        assert (ended.code, ended.output) == (0, "all shards now use asp\n"), ended.shown
-        wrong = here.start(*command, "set-servers", *given, "frist").end()
-        assert "server 'frist' is not a peer: give a rank from 0 to 2, or a name (did you mean 'first'?)" in one_line(
-            wrong, 2
-        )
-        (tmp_path / "changed").touch()
-        for process in started:
-            ended = process.end()
-            assert ended.code == 0, ended.shown
-        told = [here.told(rank) for rank in range(3)]
-        assert told[0]["refused"] == "server 'nobody' is not a peer: give a rank from 0 to 2, or a name"
-        assert told[0]["values"] == told[1]["values"] == told[2]["values"]
-        none = here.start(*command, "set-sync", tmp_path, "asp").end()
-        assert "no such run: " in one_line(none, 2)
+    three.hosts.write_text("".join(f"{name} name={word}\n" for name, word in zip(three.names, NAMES, strict=True)))
+    script = three.script(JOINED)
+    started = [three.start(script, three.path, str(rank)) for rank in range(3)]
+    for process in started:
+        process.line("trains")
+    given = ("--logdir", three.path / "runs", "hand")
+    set_servers, set_sync = (("server", f"set-{what}", *given) for what in ("servers", "sync"))
+    assert three.gossipx(*set_servers, "first, second").end(code=0).output == "the servers are now first,second\n"
+    assert three.gossipx(*set_sync, "asp").end(code=0).output == "all shards now use asp\n"
+    told = "server 'frist' is not a peer: give a rank from 0 to 2, or a name (did you mean 'first'?)"
+    assert told in one_line(three.gossipx(*set_servers, "frist").end(), 2)
+    (three.path / "changed").touch()
+    for process in started:
+        process.end(code=0)
+    first, second, last = (three.told(rank) for rank in range(3))
+    assert first["refused"] == "server 'nobody' is not a peer: give a rank from 0 to 2, or a name"
+    assert first["values"] == second["values"] == last["values"]
