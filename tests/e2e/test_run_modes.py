@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from seeds import some
 
-from runs import PRELUDE, Folder, Run, differences, folder
+from runs import TEN_LINES, Folder, Run, agree, differences
 
 EVERY, ITERATIONS = 20, 240
 MODES = {
@@ -18,80 +17,40 @@ MODES = {
 BRIEF = ("--policy", f"tau:{EVERY}", "--iterations", str(ITERATIONS), "--batch-size", "8", "--eval-interval", "0")
 
 
-@pytest.mark.parametrize(
-    ("mode", "blocking"),
-    [
-        pytest.param("push", False, marks=pytest.mark.slow),
-        ("push-sum", True),
-        pytest.param("pushpull", True, marks=pytest.mark.slow),
-    ],
-)
-def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool) -> None:
-    with folder(tmp_path, 4) as here:
-        run = here.run(*BRIEF, *MODES[mode], *(["--blocking"] if blocking else []))
+def check_exchanged(run: Run, peers: int, part: int, finish_of: float) -> None:
+    """Check that each retrieval has moved ``part`` bytes, and that all hold one model in the end."""
     summary = run.summary
+    kept = ("bytes_received", "retrievals", "finish_bytes")
+    for received, retrievals, finish in zip(*(summary[key] for key in kept), strict=True):
+        # Some are abandoned at the end.
+        assert retrievals * part * 0.99 <= received <= (retrievals + 4) * part + 60_000, "models, and small messages"
+        assert finish > finish_of * part * 0.99
+    assert (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"]) == (0, 0, [])
+    assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in range(1, peers))
+
+
+@pytest.mark.parametrize("mode", some(MODES, "push-sum"))
+def test_four_peers_exchange_and_agree(four: Folder, mode: str) -> None:
+    run = four.run(*BRIEF, *MODES[mode], *(["--blocking"] if mode != "push" else []))
     model = sum(tensor.nbytes for tensor in run.model(0).values())
     decisions = 4 * ITERATIONS // EVERY
-    mixed = sum(summary["retrievals"])
     # Peers at different iterations pair before the period of one of them is over.
-    assert decisions / 3 < mixed <= decisions * (1.5 if mode == "pushpull" else 1), summary
-    for received, retrievals, finish in zip(
-        summary["bytes_received"], summary["retrievals"], summary["finish_bytes"], strict=True
-    ):
-        # Some are abandoned at the end.
-        assert retrievals * model <= received <= (retrievals + 4) * model + 60_000, "models, and small messages"
-        assert finish > 2 * model * 0.99
-    assert (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"]) == (0, 0, [])
-    assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in (1, 2, 3))
+    assert decisions / 3 < sum(run.summary["retrievals"]) <= decisions * (1.5 if mode == "pushpull" else 1), run.summary
+    check_exchanged(run, 4, model, finish_of=2)
 
 
-def test_an_exchange_of_fragments_moves_a_part_of_the_model(tmp_path: Path) -> None:
+def test_an_exchange_of_fragments_moves_a_part_of_the_model(three: Folder) -> None:
     """A quarter of the bytes each time, and all peers hold one model in the end."""
-    with folder(tmp_path, 3) as here:
-        often = (*BRIEF, "--policy", "tau:5", "--transport", "tcp")
-        run = here.run(*often, "--fragments", "4", "--mode", "pushpull", "--outer", "momentum:0.3")
-    summary = run.summary
-    quarter = sum(tensor.nbytes for tensor in run.model(0).values()) / 4
-    for received, retrievals, finish in zip(
-        summary["bytes_received"], summary["retrievals"], summary["finish_bytes"], strict=True
-    ):
-        assert retrievals >= 8, "each fragment twice"
-        assert retrievals * quarter * 0.99 <= received <= (retrievals + 4) * quarter + 60_000
-        assert finish > 4 * quarter * 0.99, "the finish is of the whole model"
-    assert (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"]) == (0, 0, [])
-    assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in (1, 2))
+    often = (*BRIEF, "--policy", "tau:5", "--transport", "tcp")
+    run = three.run(*often, "--fragments", "4", "--mode", "pushpull", "--outer", "momentum:0.3")
+    assert min(run.summary["retrievals"]) >= 8, "each fragment twice"
+    check_exchanged(run, 3, sum(tensor.nbytes for tensor in run.model(0).values()) // 4, finish_of=4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "codec", "fewer"),
-    [
-        ("pull", ("--codec", "3lc:residual=0.3"), 3),
-        ("push", ("--codec", "int8", "--references", "0"), 3),
-        ("pushpull", ("--codec", "int8+zlib", "--references", "2"), 3),
-        ("pull", ("--codec", "3lc:small=100", "--mixing", "choco:gamma=0.2"), 10),
-    ],
-)
-def test_codecs_of_models_cut_the_bytes(tmp_path: Path, mode: str, codec: tuple[str, ...], fewer: int) -> None:
-    with folder(tmp_path, 3) as here:
-        plain = here.run(*BRIEF, "--mode", mode, name="plain").summary
-        run = here.run(*BRIEF, "--mode", mode, *codec, name="coded")
-    summary = run.summary
-    assert summary["codec"] == codec[1]
-    each = [sum(one["bytes_received"]) / sum(one["retrievals"]) for one in (plain, summary)]
-    assert each[1] < each[0] / fewer
-    faults = (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"])
-    assert faults == (0, 0, []), run.ended.shown
-    assert summary["consensus_accuracy"] > plain["consensus_accuracy"] - 0.05
-    assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in (1, 2))
+# --- models trained in 16 bits, and sampled deltas ------------------------------------------------------
 
 
-# --- models trained in 16 bits, and sampled deltas, in real processes -----------------------------
-
-
-HALF = (
-    PRELUDE
-    + """
+HALF = """
 model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1)).bfloat16()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 with gossipx.join(model, optimizer) as peer:
@@ -101,7 +60,6 @@ with gossipx.join(model, optimizer) as peer:
         optimizer.step()
 tell(peer, dtype=str(model[0].weight.dtype))
 """
-)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +71,10 @@ tell(peer, dtype=str(model[0].weight.dtype))
     ],
     ids=["pulls", "waves", "pairs"],
 )
-def test_peers_in_bfloat16_agree(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_peers_in_bfloat16_agree(three: Folder, options: tuple[str, ...]) -> None:
     """This includes requests that arrive within a step, at a peer that keeps no copy of the last boundary."""
-    with folder(tmp_path, 3) as here:
-        run = here.run(*options, "--peer-timeout", "20", here.script(HALF), here.path)
-        assert [here.told(rank)["dtype"] for rank in range(3)] == ["torch.bfloat16"] * 3
+    run = three.run(*options, "--peer-timeout", "20", three.script(HALF), three.path)
+    assert [three.told(rank)["dtype"] for rank in range(3)] == ["torch.bfloat16"] * 3
     summary = run.summary
     assert min(summary["retrievals"]) > 0, summary
     assert (sum(summary["poisoned"]), summary["lost"]) == (0, [])
@@ -125,45 +82,16 @@ def test_peers_in_bfloat16_agree(tmp_path: Path, options: tuple[str, ...]) -> No
     assert all(max(differences(run.model(0), run.model(rank)).values()) == 0 for rank in (1, 2))
 
 
-def test_the_built_in_task_with_a_sampled_delta(tmp_path: Path) -> None:
-    with folder(tmp_path, 3) as here:
-        run = here.run("--delta", "sampled", "--policy", "adaptive:threshold=0.005", "--iterations", "60")
-    assert sum(run.summary["retrievals"]) > 0 and run.summary["lost"] == []
-    assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-6 for rank in (1, 2))
-
-
 # --- topologies and schedules ---------------------------------------------------------------------
 
 
-SCRIPT = """
-torch.manual_seed(int(os.environ["GOSSIPX_RANK"]))
-model = nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with gossipx.join(model, optimizer) as peer:
-    train(peer, model, optimizer, 30)
-"""
-
-
-def agreed(here: Folder, size: int, *options: str | Path) -> Run:
-    """Every peer of the run pulls, and the finish leaves all models equal."""
-    run = here.run(*options, "--policy", "tau:3", "--blocking", here.script(SCRIPT), here.path)
-    summary = run.summary
-    assert summary["lost"] == [] and min(summary["retrievals"]) >= 5, summary
-    for rank in range(1, size):
-        assert max(differences(run.model(0), run.model(rank)).values()) < 1e-5
-    return run
-
-
-def test_a_run_over_a_file_of_ones_own_by_its_path(tmp_path: Path) -> None:
-    """And by another schedule than the file's."""
-    with folder(tmp_path, 3) as here:
-        (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "line.toml").write_text('edges = [[0, 1], [1, 2, 0.5]]\nschedule = "one-peer"\n')
-        agreed(here, 3, "--topology", "mine/line.toml", "--schedule", "static")
-
-
-def test_schedules_and_names_from_the_command_line(tmp_path: Path) -> None:
-    with folder(tmp_path, 4) as here:
-        run = agreed(here, 4, "--topology", "exponential", "--schedule", "one-peer")
-        config = (run.directory / "config.toml").read_text()
-        assert 'topology = "exponential"\nschedule = "one-peer"\nweights = "uniform"\n' in config
+def test_a_run_over_a_file_of_ones_own_by_its_path(three: Folder) -> None:
+    """And by another schedule than the file's. Every peer pulls, and the finish leaves all models equal."""
+    (three.path / "mine").mkdir()
+    (three.path / "mine" / "line.toml").write_text('edges = [[0, 1], [1, 2, 0.5]]\nschedule = "one-peer"\n')
+    script = three.script(TEN_LINES + "with peer:\n    train(peer, model, optimizer, 30)\n")
+    options = ("--topology", "mine/line.toml", "--schedule", "static", "--policy", "tau:3", "--blocking")
+    run = three.run(*options, script, three.path)
+    assert run.summary["lost"] == [] and min(run.summary["retrievals"]) >= 5, run.summary
+    assert agree(run, 3)
+    assert '/mine/line.toml"\nschedule = "static"\n' in (run.directory / "config.toml").read_text()
