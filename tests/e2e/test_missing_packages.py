@@ -75,9 +75,3 @@ def test_compiled_codecs_are_refused_and_the_others_work(two: Folder, tmp_path: 
     assert set(refused) == {*needs, "compress"} and {"3lc", "int8", "topk"} <= needs
     assert refused.pop("int8") == WANTED
     assert all("pip install '.[codecs]'" in line and "\n" not in line for line in refused.values())
-
-
-def test_a_run_with_a_compiled_codec_is_refused_in_one_line(two: Folder, tmp_path: Path) -> None:
-    ended = two.start("-m", "gossipx", "run", "--peers", two.hosts, "--codec", "3lc", fresh=True).end()
-    assert ended.code == 2 and ended.errors.count("\n") == 1, ended.shown
-    assert "codec '3lc' needs numba: pip install '.[codecs]'" in ended.errors

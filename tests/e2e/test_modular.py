@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,10 @@ import gossipx
 from gossipx.errors import UsageError
 from gossipx.launch.loops.initialize import ParameterServer
 from gossipx.parts import Parts, ServerStorage, Storages, TransmitBuffer
-from runs import Folder, differences, folder
+from runs import Folder, differences
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BRIEF = ("--servers", "0,1", "--peer-timeout", "20")
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[Folder]:
-    """A folder for two peers."""
-    with folder(tmp_path, 2) as made:
-        yield made
 
 
 @pytest.fixture
@@ -105,36 +97,6 @@ def test_a_torch_loop_and_a_program_have_the_same_result_with_and_without_wait_f
     assert all(max(differences(models[0], other).values()) == 0 for other in models[1:])
 
 
-GATHERS = """
-from dataclasses import dataclass
-from gossipx.parts import Parts, SyncModel
-
-@dataclass(frozen=True)
-class EveryThird(SyncModel):
-    def pushes(self, progress, fetched):
-        return progress % 3 == 2
-
-    def may_pull(self, state, view, pull):
-        return True
-
-model = nn.Linear(4, 3)
-nn.init.zeros_(model.weight)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-with gossipx.join(model, optimizer, parts=Parts(sync=EveryThird())) as peer:
-    while peer.iteration < 25:
-        optimizer.zero_grad()
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-"""
-
-
-def test_gradients_gather_until_the_controller_asks_for_a_push(two: Folder) -> None:
-    """Figure 2.3d: eight pushes and the rest at the end; every gradient, of ones, counts once."""
-    run = two.run(*BRIEF, "--apply", "each", two.script(GATHERS), two.path)
-    assert run.summary["merged_by_hub"] == [18, 18] and run.summary["retrievals"] == [8, 8]
-    assert run.model(0)["weight"].unique().tolist() == [-0.125 * 2 * 25]
-
-
 def test_a_pull_is_of_one_iteration(initialize: Callable[..., ParameterServer]) -> None:
     """FluentPS, Algorithm 1, line 5: kv.wait(kv.sPull(key, &w, i))."""
     kv, table = started(initialize)
@@ -163,7 +125,10 @@ def started(initialize: Callable[..., ParameterServer], **settings: Any) -> tupl
 
 
 def test_values_clock_and_the_end(initialize: Callable[..., ParameterServer]) -> None:
-    """The default is the paper's SGD with learning rate 0.1; a table without an update keeps its values."""
+    """The default is the paper's SGD with learning rate 0.1; a table without an update keeps its values.
+
+    Synced values are constant until the next sync, which writes into the same tensor.
+    """
     server = initialize()
     with server:
         one, two = server.create_table(torch.ones(2, 3)), server.create_table([])
@@ -174,23 +139,19 @@ def test_values_clock_and_the_end(initialize: Callable[..., ParameterServer]) ->
             torch.testing.assert_close(server.sync(one), torch.full((2, 3), 1 - 0.1 * step))
             server.update(one, torch.ones(2, 3))
             server.clock()
+        values = server.sync(one)
         server.optimizer.param_groups[0]["lr"] = 1.0
-        server.update(one, torch.ones(2, 3))  # without sync
+        server.update(one, torch.ones(2, 3))
         server.clock()
+        torch.testing.assert_close(values, torch.full((2, 3), 0.7))
+        server.update(two, torch.zeros(()))  # without sync
+        server.clock()
+        torch.testing.assert_close(server.sync(one), torch.full((2, 3), -0.3))
+        assert server.sync(one).data_ptr() == values.data_ptr()
     torch.testing.assert_close(server.values(one), torch.full((2, 3), -0.3))
     assert float(server.values(two)) == 0
     with pytest.raises(UsageError, match="from start to the end of the with block"):
         server.sync(one)
-
-
-def test_synced_values_are_constant_until_the_next_sync(initialize: Callable[..., ParameterServer]) -> None:
-    server, table = started(initialize)
-    with server:
-        values = server.sync(table)
-        server.update(table, torch.ones(2, 3))
-        server.clock()
-        assert torch.equal(values, torch.zeros(2, 3))
-        assert server.sync(table).data_ptr() == values.data_ptr() and torch.equal(values, torch.full((2, 3), -0.1))
 
 
 Use = Callable[[ParameterServer], object]
@@ -268,21 +229,11 @@ class CannotTell(ServerStorage):
 def test_a_failing_part_ends_training_with_one_line(
     initialize: Callable[..., ParameterServer], storages: dict[str, Any]
 ) -> None:
-    with pytest.raises(UsageError, match=r"a part of the parameter server failed: IndexError: the \w+'s own fault"):  # noqa: SIM117
-        with contextlib.closing(_Closing(initialize(parts=Parts(storages=Storages(**storages))))) as held:
-            table = held.server.create_table([4])
-            held.server.start()
-            for _ in range(3):
-                held.server.update(table, torch.ones(4))
-                held.server.clock()
-
-
-class _Closing:
-    """Closes a server's peer in any state."""
-
-    def __init__(self, server: ParameterServer):
-        self.server = server
-
-    def close(self) -> None:
-        if self.server._peer is not None:
-            self.server._peer.close()
+    server = initialize(parts=Parts(storages=Storages(**storages)))
+    table = server.create_table([4])
+    with pytest.raises(UsageError, match=r"a part of the parameter server failed: IndexError: the \w+'s own fault"):
+        server.start()
+        for _ in range(3):
+            server.update(table, torch.ones(4))
+            server.clock()
+        server.peer.close()
