@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks.client import Piped
 from managers import LONG, Host, certify, runs, settings_of
 
 from gossipx.errors import LocalFaultError, NoCarrierError, PeerUnreachableError, ProtocolError
@@ -176,14 +174,8 @@ def test_a_peer_that_dies_while_a_group_is_tested_gets_one_after_a_restart(
     monkeypatch.setattr(PairGroup, "abort", aborting)
     a, b = start("gloo", "gloo")
     b.comm.close()
-    with contextlib.ExitStack() as undo:
-        sender = str(Path(__file__).parents[1] / "responder.py")
-        command = [sys.executable, "-c", DYING, sender, "gloo", str(tmp_path), "1000", str(b.comm.address.port)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        dying = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        undo.enter_context(dying)
-        undo.callback(dying.kill)
-        assert dying.stdout is not None
+    sender = Path(__file__).parents[1] / "responder.py"
+    with Piped("-c", DYING, sender, "gloo", tmp_path, "1000", str(b.comm.address.port)) as dying:
         assert dying.stdout.readline()
         error = a.ask(1, PullRequest(1, 30.0), bytearray(1000)).get(timeout=LONG)
         assert dying.wait(LONG) == -signal.SIGKILL
@@ -300,25 +292,6 @@ def test_messages_while_a_carrier_is_built_are_bounded(said: list[Message], told
 def test_an_end_that_cannot_be_built_ends_the_other() -> None:
     with pytest.raises(NoCarrierError, match="it says: no"):
         LinkStore(lambda message: None, lambda: NoCarrierReply("no")).get("a key")
-
-
-def test_an_end_reported_as_built_too_early_is_refused(
-    start: Callable[..., list[Host]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = start("gloo", "gloo")
-    b.comm._listener._member = dataclasses.replace(b.comm._member, carriers=Liar())
-    error = a.ask(1, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG)
-    assert isinstance(error, ProtocolError)
-    assert "built its end of the carrier without sending" in str(error)
-
-
-class Liar:
-    """Reports at once that its end is built."""
-
-    kind = "gloo"
-
-    def build(self, receives: bool, notes: KeyValueStore, here: str, deadline: float) -> PairGroup:
-        return None  # type: ignore[return-value]
 
 
 def test_torch_distributed_is_not_loaded_for_other_transports() -> None:
