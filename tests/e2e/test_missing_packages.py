@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gossipx.codecs import BUILT_IN
-from runs import Folder, Process
+from runs import TEN_LINES, Folder, Process
 
 # Packages of extras; and networkx, which only torch's own dependencies guarantee.
 MISSING = ("numba", "llvmlite", "networkx", "zstandard", "matplotlib", "cryptography", "accelerate", "transformers")
@@ -20,12 +20,10 @@ find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] in {MISSING} else find(name, *rest)
 """
 WANTED = "codec 'int8' needs numba: pip install '.[codecs]' in your clone of gossipx, or use one without, such as fp16"
-SCRIPT = """
+LOOP = """
 from importlib.util import find_spec
 
-model = nn.Linear(4, 50)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-with gossipx.join(model, optimizer) as peer:
+with peer:
     train(peer, model, optimizer, 10)
 tell(peer, missing=find_spec("numba") is find_spec("networkx") is None)
 """
@@ -62,7 +60,7 @@ def _hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_default_run_needs_no_package_of_an_extra(two: Folder, tmp_path: Path) -> None:
-    two.run(two.script(SCRIPT), tmp_path, fresh=True)
+    two.run(two.script(TEN_LINES + LOOP), tmp_path, fresh=True)
     assert two.told(0)["missing"] and two.told(1)["missing"]
 
 

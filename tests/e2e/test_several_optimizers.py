@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from resuming import resumed
+from served_loops import Join, net, sgd
 
+from gossipx.errors import UsageError
 from runs import TEN_LINES, Folder, agree
 
 SCRIPT = """
@@ -46,8 +48,6 @@ def test_muon_beside_adamw_exchanges_and_resumes(two: Folder) -> None:
 # --- Scripts whose training leaves the joined optimizer, in real runs ----------------------------------
 
 
-BRIEF = ("--policy", "tau:5", "--peer-timeout", "20")
-
 CHANGES = (
     TEN_LINES
     + """
@@ -60,43 +60,29 @@ def closure():
 with peer:
     train(peer, model, optimizer, 40)
     other = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
-    if sys.argv[2] == "joins":
-        peer.join_optimizer(other)
-    for _ in range(int(sys.argv[3])):
+    for _ in range(40):
         other.step(closure)
-tell(peer, iteration=peer.iteration)
 """
 )
 
 
 @pytest.mark.fault(48)
-@pytest.mark.parametrize("updates", ["40", "5"])
-def test_a_second_optimizer_is_told_of_and_ends_the_counting(two: Folder, updates: str) -> None:
-    run = two.run(*BRIEF, two.script(CHANGES), two.path, "leaves", updates)
+def test_a_second_optimizer_is_told_of_and_ends_the_counting(two: Folder) -> None:
+    run = two.run("--policy", "tau:5", "--peer-timeout", "20", two.script(CHANGES), two.path)
     lines = [line for line in run.ended.output.splitlines() if "the model changes without" in line]
     assert len(lines) == 2, run.ended.shown
-    assert all(
-        "the joined optimizer's step" in line and "since iteration 40; call peer.step()" in line for line in lines
-    )
+    assert all("the joined optimizer's step" in one and "since iteration 40; call peer.step()" in one for one in lines)
     assert run.summary["iterations"] == 40 and agree(run, 2)
 
 
 @pytest.mark.fault(48)
-def test_servers_keep_their_optimizer(two: Folder) -> None:
-    script = two.script(
-        TEN_LINES
-        + """
-with peer:
-    train(peer, model, optimizer, 3)
-    try:
-        peer.join_optimizer(torch.optim.Adam(model.parameters()))
-    except gossipx.errors.UsageError as error:
-        tell(peer, told=str(error))
-"""
-    )
-    two.run("--servers", "0", "--peer-timeout", "20", script, two.path)
-    told = "servers make the updates, by the optimizer given to gossipx.join: keep that one"
-    assert two.told(0) == two.told(1) == {"told": told}
+def test_servers_keep_their_optimizer(join: Join) -> None:
+    with join(model := net(), sgd(model)) as peer:
+        with pytest.raises(
+            UsageError, match=r"servers make the updates, by the optimizer given to gossipx\.join: keep"
+        ):
+            peer.join_optimizer(sgd(model))
+        peer.close()
 
 
 # --- Peers with schedule-free optimizers, whose parameters are not the model that they evaluate --------
@@ -152,39 +138,3 @@ def test_peers_end_with_one_model_to_evaluate(two: Folder, how: str) -> None:
         assert told["x"] == told["after"] == told["judged"][1] == pytest.approx(expected, abs=1e-4)
         assert told["buffers"] == 0
     assert expected != pytest.approx(y, abs=1e-3), "the weights of training are others"
-
-
-def test_servers_are_refused_in_one_line(two: Folder) -> None:
-    pytest.importorskip("schedulefree")
-    told = two.refused("--servers", "0", two.script(WITHOUT_A_SCHEDULE), two.path, "own")
-    assert "AdamWScheduleFree cannot train on servers" in told
-
-
-# --- Optimizers with a state of 8 bits, whose packages are no extra of gossipx: tests run where they are
-
-
-SMALL = """
-from bitsandbytes.optim import AdamW8bit
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 2048), nn.ReLU(), nn.Linear(2048, 8), nn.Linear(8, 1))
-optimizer = AdamW8bit(model.parameters(), lr=1e-3)  # tensors below 4096 values have 32 bits
-with gossipx.join(model, optimizer) as peer:
-    train(peer, model, optimizer, int(sys.argv[2]))
-state = optimizer.state[model[0].weight]
-tell(peer, iteration=peer.iteration, kinds=sorted({str(one.dtype) for one in state.values() if hasattr(one, "dtype")}))
-"""
-SHORT = ("--policy", "tau:5", "--blocking")
-
-
-@pytest.mark.slow
-def test_a_run_with_bitsandbytes_is_resumed(two: Folder) -> None:
-    pytest.importorskip("bitsandbytes")
-    script = two.script(SMALL)
-    run = two.run(*SHORT, "--checkpoint-every", "10", script, two.path, "10")
-    assert agree(run, 2) and run.summary["agreed"]
-    assert "torch.uint8" in two.told(0)["kinds"]
-    ended = two.start("-m", "gossipx", "run", "--resume", run.directory, script, two.path, "20").end()
-    assert ended.code == 0, ended.shown
-    assert two.told(0)["iteration"] == two.told(1)["iteration"] == 20 and agree(run, 2)
-    assert "torch.uint8" in two.told(0)["kinds"]

@@ -26,9 +26,7 @@ def training(here: Folder, *options: str | Path) -> Process:
 
 
 def status(here: Folder, *options: str | Path, code: int = 0) -> list[dict[str, Any]]:
-    ended = here.start("-m", "gossipx", "status", "--json", *options).end()
-    assert ended.code == code and "Traceback" not in ended.errors, ended.shown
-    found: list[dict[str, Any]] = json.loads(ended.output)
+    found: list[dict[str, Any]] = json.loads(here.gossipx("status", "--json", *options).end(code=code).output)
     return found
 
 
@@ -49,14 +47,12 @@ def test_each_peer_shows_its_progress_and_the_peers_that_it_has_lost(three: Fold
             break
         assert time.monotonic() < by, (first, second)
     assert "not running" in third["why"] and "stage" not in third
-    shown = three.start("-m", "gossipx", "status", "--peers", three.hosts).end()
-    assert shown.code == 1
+    shown = three.gossipx("status", "--peers", three.hosts).end(code=1)
     assert shown.output.count(f"has lost {three.names[2]}") == 2 and "not running" in shown.output, shown.shown
     run.signal(signal.SIGTERM)
     run.end()
-    gone = three.start("-m", "gossipx", "status", "x", "--logdir", three.path).end()
-    assert gone.code == 1 and gone.output.count("not running") == 3
-    assert "no peer answers" in gone.errors, gone.shown
+    gone = three.gossipx("status", "x", "--logdir", three.path).end(code=1)
+    assert gone.output.count("not running") == 3 and "no peer answers" in gone.errors, gone.shown
 
 
 def test_status_is_authorised_like_any_other_request(two: Folder) -> None:
@@ -65,30 +61,26 @@ def test_status_is_authorised_like_any_other_request(two: Folder) -> None:
         file.write_text(f"{name} secret of more than 16 bytes\n")
         file.chmod(0o600)
     run = training(two, "--secret-file", secrets["right"], *ENDLESS)
-    assert all(one["stage"] == "train" for one in status(two, "x", "--logdir", two.path)), (
-        "config.toml names the secret"
-    )
+    assert status(two, "x", "--logdir", two.path)[1]["stage"] == "train", "config.toml names the secret"
     assert len(status(two, "--peers", two.hosts, "--secret-file", secrets["right"])) == 2
     for options in ((), ("--secret-file", secrets["wrong"])):
         found = status(two, "--peers", two.hosts, *options, code=5)
         assert all("not authorised" in one["why"] and "stage" not in one for one in found), found
-    drained = two.start(
-        "-m", "gossipx", "peer", "drain", "--peers", two.hosts, "--secret-file", secrets["wrong"], two.names[0]
-    )
+    drained = two.gossipx("peer", "drain", "--peers", two.hosts, "--secret-file", secrets["wrong"], two.names[0])
     assert "not authorised" in one_line(drained.end(), 5)
     assert status(two, "x", "--logdir", two.path)[0]["stage"] == "train"
     run.signal(signal.SIGTERM)
-    assert run.end().code == 0
+    run.end(code=0)
 
 
 def test_watching_ends_with_the_run(two: Folder) -> None:
     run = training(two, *ENDLESS)
-    watching = two.start("-m", "gossipx", "status", "x", "--logdir", two.path, "--watch", "--json")
+    watching = two.gossipx("status", "x", "--logdir", two.path, "--watch", "--json")
     first, second = (json.loads(watching.line(r"^\[")) for _ in range(2))
     assert second[0]["iteration"] > first[0]["iteration"]
     run.signal(signal.SIGTERM)
     run.end()
-    assert watching.end().code == 0
+    watching.end(code=0)
 
 
 def test_a_wrong_question_is_answered_by_one_line(two: Folder) -> None:
@@ -97,7 +89,7 @@ def test_a_wrong_question_is_answered_by_one_line(two: Folder) -> None:
         (("x", "--peers", two.hosts), "and not both"),
         (("x", "--logdir", two.path), "no such run"),
     ):
-        assert told in one_line(two.start("-m", "gossipx", "status", *options).end(), 2)
+        assert told in one_line(two.gossipx("status", *options).end(), 2)
 
 
 def test_each_peer_serves_its_figures_to_prometheus(two: Folder) -> None:
@@ -117,4 +109,4 @@ def test_each_peer_serves_its_figures_to_prometheus(two: Folder) -> None:
     taken = two.refused("--metrics-port", str(port), "--iterations", "10", name="other")
     assert "cannot listen" in taken or "address already in use" in taken.lower(), taken
     run.signal(signal.SIGTERM)
-    assert run.end().code == 0
+    run.end(code=0)
