@@ -170,21 +170,13 @@ def waits(join: Join, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list
     return [one for one in seen if one]
 
 
-def test_an_attention_waits_for_its_own_parameters_and_its_output_projection_only(
-    join: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = ["in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"]
-    assert waits(join, made(Attention), monkeypatch) == [
-        [f"attention.{name}" for name in own],
-        ["last.weight", "last.bias"],
-    ]
-
-
 def test_a_parent_waits_for_the_children_that_it_does_not_call(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits(join, made(Reads), monkeypatch) == [
         ["read.weight", "read.bias", "deep.0.0.weight", "deep.0.0.bias"],
         ["called.weight", "called.bias"],
     ]
+    own = [f"attention.{name}" for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
+    assert waits(join, made(Attention), monkeypatch) == [own, ["last.weight", "last.bias"]]
 
 
 def test_an_averaged_copy_of_the_model(join: Join) -> None:

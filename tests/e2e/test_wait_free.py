@@ -5,6 +5,8 @@ With one worker under bsp the server makes the same steps as the loop's own opti
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 from typing import Any
 
@@ -26,19 +28,10 @@ LONG = 20.0  # seconds: timeout of waits
 WAIT_FREE = [True, False]
 
 
-def two_sided(step: Step) -> Step:
-    """Return the step with a check that gradients after it are the loop's, as without gossipx."""
-
-    def made(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        step(model, optimizer, number)
-        assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-
-    return made
-
-
 def evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Make a step, and evaluate the model before the next one."""
+    """Make a step, after which gradients are the loop's, and evaluate the model before the next one."""
     plain(model, optimizer, step)
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     with torch.no_grad():
         model.eval()
         model(batch(1000 + step))
@@ -48,19 +41,6 @@ def evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 def keeping(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.zero_grad(set_to_none=False)
     loss_of(model, batch(step)).backward()
-    optimizer.step()
-
-
-def closing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Make a step with an optimizer that calls the loss function."""
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(step))
-        loss.backward()
-        return float(loss.detach())
-
-    closure()
     optimizer.step()
 
 
@@ -74,7 +54,7 @@ def directly(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
 
 
 @pytest.mark.parametrize("wait_free", WAIT_FREE)
-@pytest.mark.parametrize("step", [plain, evaluating, keeping, two_sided(plain), closing, directly])
+@pytest.mark.parametrize("step", [plain, evaluating, keeping, directly])
 def test_loops_with_the_same_result_as_without_gossipx(join: Join, step: Step, wait_free: bool) -> None:
     alone = loop(model := net(), sgd(model), step)
     same(served(join, net(), step, wait_free=wait_free), alone)
@@ -323,23 +303,53 @@ def test_an_optimizer_that_needs_a_closure_is_refused_at_join(join: Join):
 
 
 @pytest.mark.fault(49)
-def test_a_parameter_that_is_added_to_a_group_is_refused_at_the_next_step(join: Join):
-    model = net()
-    optimizer = sgd(model[0])
-    with join(model, optimizer):
-        loop(model, optimizer, plain, steps=1)
-        optimizer.param_groups[0]["params"] += list(model[2].parameters())
-        with pytest.raises(UsageError, match=r"or other parameters in them: complete its groups"):
-            plain(model, optimizer, 1)
-
-
-@pytest.mark.fault(49)
-@pytest.mark.parametrize("wait_free", WAIT_FREE)
-def test_a_group_that_the_servers_do_not_have_is_refused_at_the_first_step(join: Join, wait_free: bool):
+@pytest.mark.parametrize(("change", "wait_free"), [("a group", True), ("a group", False), ("a parameter", True)])
+def test_parameters_that_the_servers_do_not_have_are_refused_at_the_next_step(
+    join: Join, change: str, wait_free: bool
+) -> None:
     model = net()
     optimizer = sgd(model[0])
     with join(model, optimizer, wait_free=wait_free):
         loop(model, optimizer, plain, steps=1)
-        optimizer.add_param_group({"params": list(model[2].parameters())})
-        with pytest.raises(UsageError, match=r"other parameter groups than at gossipx\.join"):
+        if change == "a group":
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        else:
+            optimizer.param_groups[0]["params"] += list(model[2].parameters())
+        with pytest.raises(
+            UsageError, match=r"other parameter groups than at gossipx\.join, or other parameters in them"
+        ):
             plain(model, optimizer, 1)
+
+
+# --- saving and copying a model that has the hooks of server mode ---------------------------------------
+
+
+def unchanged(module: nn.Module, args: object) -> None:
+    """A hook of the script."""
+
+
+def saved(module: nn.Module) -> bytes:
+    file = io.BytesIO()
+    torch.save(module, file)
+    return file.getvalue()
+
+
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("wait_free", WAIT_FREE)
+def test_a_model_is_saved_and_copied_without_the_hooks_of_server_mode(join: Join, wait_free: bool) -> None:
+    model = net()
+    handle = model[0].register_forward_pre_hook(unchanged)
+    expected = copy.deepcopy(model)
+    with join(model, optimizer := sgd(model), wait_free=wait_free) as peer:
+        plain(model, optimizer, 0)
+        peer.sync()
+        expected.load_state_dict(model.state_dict())
+        assert saved(model) == saved(expected)
+        average = copy.deepcopy(model)
+        plain(model, optimizer, 1)
+        average(batch(2))
+        assert saved(average) == saved(expected)
+    expected.load_state_dict(model.state_dict())
+    assert saved(model) == saved(expected)
+    handle.remove()
+    assert not model[0]._forward_pre_hooks
