@@ -94,13 +94,9 @@ class Bench:
             self.module(torch.randn(8, 4, dtype=self.module.one.weight.dtype)).backward()
             for optimizer in self.optimizers:
                 optimizer.step()
-            delta = self.arena.step_done()
-            drift = (
-                self.driver.captures.drift(self.driver.role.pulling)
-                if self.driver.role.sync.policy.uses_drift
-                else None
-            )
-            self.driver.role.sync.step(self.arena.step, delta, drift)
+            delta, role = self.arena.step_done(), self.driver.role
+            drift = self.driver.captures.drift(role.pulling) if role.sync.policy.uses_drift else None
+            role.sync.step(self.arena.step, delta, drift)
             self.checkpoints.step_done(lambda: {"steps": self.arena.step})
             self.arena.leave_boundary()
             if flush:

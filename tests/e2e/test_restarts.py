@@ -16,9 +16,7 @@ LOOP = (
 with peer:
     tell(peer, began=peer.iteration)
     while peer.iteration < 200_000 and not (FOLDER / "stop").exists():
-        optimizer.zero_grad()
-        (model(batch(peer)).double() - 1).square().mean().backward()
-        optimizer.step()
+        train(peer, model, optimizer, peer.iteration + 1)
 """
 )
 """A script that trains until a file ``stop`` exists."""
@@ -37,13 +35,12 @@ def training(here: Folder, *options: str | Path) -> Process:
 
 
 def operate(here: Folder, *command: str | Path) -> Process:
-    return here.start("-m", "gossipx", "peer", command[0], "--logdir", here.path, *command[1:])
+    return here.gossipx("peer", command[0], "--logdir", here.path, *command[1:])
 
 
-def ends(here: Folder, run: Process, code: int = 0) -> summary.Summary:
+def ends(here: Folder, run: Process) -> summary.Summary:
     (here.path / "stop").touch()
-    ended = run.end()
-    assert ended.code == code, ended.shown
+    run.end(code=0)
     return summary.read(here.path / "x")
 
 
@@ -62,21 +59,19 @@ def test_a_restarted_peer_continues_from_its_checkpoint_and_ends_with_the_others
 
 @pytest.mark.slow
 def test_a_script_that_always_fails_is_given_up(two: Folder) -> None:
-    failing = LOOP.replace(
-        "optimizer.zero_grad()", "optimizer.zero_grad()\n        assert peer.rank == 0 or peer.iteration < 40"
-    )
-    run = started(two, "--restart", "2", text=failing)
+    run = started(two, "--restart", "2", text=f"{LOOP}        assert peer.rank == 0 or peer.iteration < 40\n")
     run.line("restart 2 of 2 in 2 s")
     run.line(f"peer {two.names[1]} is lost: exit code 1")
-    assert ends(two, run, code=1).lost == [two.names[1]]
+    (two.path / "stop").touch()
+    assert run.end().code == 1 and summary.read(two.path / "x").lost == [two.names[1]]
 
 
 def test_a_peer_is_restarted_on_request(two: Folder) -> None:
     """It ends in order, with a checkpoint, and another process continues from there."""
     run = training(two)
     before = children(run.pid)[1]
-    asked = operate(two, "restart", "x", two.names[1]).end()
-    assert asked.code == 0 and f"{two.names[1]} is being restarted" in asked.output, asked.shown
+    asked = operate(two, "restart", "x", two.names[1]).end(code=0)
+    assert f"{two.names[1]} is being restarted" in asked.output
     run.line(f"{two.names[1]} is restarted, as asked")
     run.line(rf"{two.names[1]} train \d+")
     after = children(run.pid)[1]
@@ -91,8 +86,8 @@ def test_a_peer_is_restarted_on_request(two: Folder) -> None:
 def test_a_drained_peer_leaves_and_the_others_train_on(three: Folder) -> None:
     run = training(three)
     name = three.names[2]
-    asked = operate(three, "drain", name).end()  # the only run in progress
-    assert asked.code == 0 and asked.output.splitlines()[-1] == f"{name} has left", asked.shown
+    asked = operate(three, "drain", name).end(code=0)  # the only run in progress
+    assert asked.output.splitlines()[-1] == f"{name} has left"
     at = store(three, 2).find()
     assert at is not None and at > 0
     found = ends(three, run)
