@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import TEN_LINES, differences, folder
+from runs import TEN_LINES, Folder, differences, folder
 
 STRUCK = (
     TEN_LINES
@@ -26,6 +26,8 @@ with peer:
 """A script whose peer 1 kills itself as it merges its first model of the finish."""
 
 
+BY_THEMSELVES = TEN_LINES.replace("optimizer)\n", "optimizer, peers=sys.argv[2], rank=int(sys.argv[3]))\n")
+
 ASLEEP = """
 from gossipx.peer.waves import Wave
 if peer.rank == 1:
@@ -42,11 +44,9 @@ with peer:
 
 
 @pytest.mark.fault(51)
-def test_a_peer_killed_in_the_finish(tmp_path: Path) -> None:
-    with folder(tmp_path, 4) as here:
-        script = here.script(STRUCK)
-        run = here.run("--policy", "never", "--peer-timeout", "20", script, here.path)
-    assert run.summary["lost"] == [here.names[1]] and run.summary["agreed"] is True
+def test_a_peer_killed_in_the_finish(four: Folder) -> None:
+    run = four.run("--policy", "never", "--peer-timeout", "20", four.script(STRUCK), four.path)
+    assert run.summary["lost"] == [four.names[1]] and run.summary["agreed"] is True
     assert "the finish left peers with different models" in run.ended.output, run.ended.shown
     assert all(max(differences(run.model(0), run.model(rank)).values()) == 0.0 for rank in (2, 3))
 
@@ -55,9 +55,8 @@ def test_a_peer_killed_in_the_finish(tmp_path: Path) -> None:
 @pytest.mark.parametrize("peers", [2, 3])
 def test_peers_without_a_parent_of_which_one_sleeps_until_the_others_have_ended(tmp_path: Path, peers: int) -> None:
     """The two that are awake agree, and say what they did not see; a single one cannot claim to be most of two."""
-    joined = TEN_LINES.replace("optimizer)\n", "optimizer, peers=sys.argv[2], rank=int(sys.argv[3]), peer_timeout=2)\n")
     with folder(tmp_path, peers) as here:
-        path = here.script(joined + ASLEEP)
+        path = here.script(BY_THEMSELVES.replace("[3]))", "[3]), peer_timeout=2)") + ASLEEP)
         started = [here.start(path, here.path, here.hosts, str(rank)) for rank in range(peers)]
         started[1].line("falls asleep")
         awake = [started[rank].end() for rank in range(peers) if rank != 1]
@@ -69,8 +68,8 @@ def test_peers_without_a_parent_of_which_one_sleeps_until_the_others_have_ended(
 
 
 @pytest.mark.fault(51, 55)
-@pytest.mark.parametrize(("end", "codes"), [("if peer:", [3, 1]), ("with peer:", [3, 1])])
-def test_peers_that_join_by_themselves(tmp_path: Path, end: str, codes: list[int]) -> None:
+@pytest.mark.parametrize("end", ["if peer:", "with peer:"])
+def test_peers_that_join_by_themselves(two: Folder, end: str) -> None:
     """One moves a weight away, and one ends with NaN; each tells by its own exit code."""
     script = f"""
 {end}
@@ -80,10 +79,8 @@ def test_peers_that_join_by_themselves(tmp_path: Path, end: str, codes: list[int
     else:
         model[0].weight.data.fill_(float("nan"))
 """
-    with folder(tmp_path, 2) as here:
-        joined = TEN_LINES.replace("optimizer)\n", "optimizer, peers=sys.argv[2], rank=int(sys.argv[3]))\n")
-        path = here.script(joined + script)
-        started = [here.start(path, here.path, here.hosts, str(rank)) for rank in range(2)]
-        ended = [process.end() for process in started]
-    assert [one.code for one in ended] == codes, "\n".join(one.shown for one in ended)
+    path = two.script(BY_THEMSELVES + script)
+    started = [two.start(path, two.path, two.hosts, str(rank)) for rank in range(2)]
+    ended = [process.end() for process in started]
+    assert [one.code for one in ended] == [3, 1], "\n".join(one.shown for one in ended)
     assert "peers hold different models" in ended[0].errors and "NaN or Inf in its model" in ended[1].errors

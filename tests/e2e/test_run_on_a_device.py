@@ -5,16 +5,12 @@ The same runs on a CPU show that a failure is due to the device; ``bin/gpu-check
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from gossipx.memory import PIECE
-from runs import PRELUDE, folder
+from runs import Folder
 
-STILL = (
-    PRELUDE
-    + """
+STILL = """
 device = os.environ["GOSSIPX_DEVICE"]
 model = nn.Linear(1000, 3000, device=device)
 nn.init.constant_(model.weight, float(os.environ["GOSSIPX_RANK"]))
@@ -42,7 +38,6 @@ tell(
     bytes=sum(parameter.nbytes for parameter in model.parameters()),
 )
 """
-)
 """Peers whose weights equal their rank and that do not train, so that only mixing changes them."""
 MODES = {
     "pull": (),
@@ -57,13 +52,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("device", "mode"), CASES)
-def test_two_peers_on_one_device_exchange_and_agree(tmp_path: Path, device: str, mode: str) -> None:
+def test_two_peers_on_one_device_exchange_and_agree(two: Folder, device: str, mode: str) -> None:
     """Models consist of several pieces; the finish is a wave."""
-    with folder(tmp_path, 2) as here:
-        here.hosts.write_text("".join(f"{name} device={device}\n" for name in here.names))
-        options = (*MODES[mode], "--policy", "tau:3", "--init", "own", "--peer-timeout", "20")
-        run = here.run(*options, here.script(STILL), here.path)
-        told = [here.told(rank) for rank in (0, 1)]
+    two.hosts.write_text("".join(f"{name} device={device}\n" for name in two.names))
+    options = (*MODES[mode], "--policy", "tau:3", "--init", "own", "--peer-timeout", "20")
+    run = two.run(*options, two.script(STILL), two.path)
+    told = [two.told(rank) for rank in (0, 1)]
     for one in told:
         assert one["device"] == device and one["bytes"] > 2 * PIECE
         assert one["retrievals"] >= 3

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 from ports import address, free_ports
-from safetensors.torch import load_file
 
 from gossipx.metrics import summary
-from runs import LONG, Folder, Process, differences, folder, one_line
+from runs import LONG, TEN_LINES, Ended, Folder, Process, Run, differences, folder, one_line
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
 BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--peer-timeout", "20", "--policy", "tau:5")
@@ -99,43 +98,27 @@ def start(here: Folder, *options: str | Path) -> Process:
     return here.start_run("--advertise", address(), "--ssh", *BRIEF, *options, fresh=True)
 
 
-def whole(here: Folder) -> None:
+def whole(here: Folder, ended: Ended) -> None:
     """Check that both hosts have the same model, and a summary of both peers."""
-    for directory in (here.path / "x", here.path / address(2) / "x"):
-        found = summary.read(directory)
-        assert found.lost == [] and found.agreed is True and None not in found.retrievals
-    models = [
-        load_file(directory / f"peer-{rank:02d}" / "model.safetensors")
-        for rank, directory in enumerate((here.path / "x", here.path / address(2) / "x"))
-    ]
-    assert max(differences(*models).values()) == 0
+    runs = [Run(here.path / "x", ended), Run(here.path / address(2) / "x", ended)]
+    for run in runs:
+        found = run.summary
+        assert found["lost"] == [] and found["agreed"] is True and None not in found["retrievals"]
+    assert max(differences(runs[0].model(0), runs[1].model(1)).values()) == 0
 
 
 @pytest.mark.slow
 def test_both_hosts_train_and_the_others_lines_are_shown(sshd: Folder) -> None:
-    ended = start(sshd, "--iterations", "30").end()
-    assert ended.code == 0 and "Traceback" not in ended.output, ended.shown
+    ended = start(sshd, "--iterations", "30").end(code=0)
     assert f"[{address(2)}] wrote" in ended.output, ended.shown
-    whole(sshd)
+    whole(sshd, ended)
 
 
 def test_the_command_is_the_same_with_the_name_and_the_place_of_the_host(stand_in: Folder) -> None:
-    script = stand_in.script(
-        """
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with gossipx.join(model, optimizer) as peer:
-    tell(peer, arguments=sys.argv[2:])
-    train(peer, model, optimizer, 30)
-"""
-    )
-    run = stand_in.start_run(
-        *("--advertise", address(), "--ssh", "--peer-timeout", "20", "--no-save-model", script, stand_in.path),
-        *("two words", "--flag"),
-        fresh=True,
-    )
-    ended = run.end()
-    assert ended.code == 0, ended.shown
+    loop = "with peer:\n    tell(peer, arguments=sys.argv[2:])\n    train(peer, model, optimizer, 30)\n"
+    script = stand_in.script(TEN_LINES + loop)
+    options = ("--advertise", address(), "--ssh", "--peer-timeout", "20", "--no-save-model")
+    stand_in.run(*options, script, stand_in.path, "two words", "--flag", fresh=True)
     assert stand_in.told(0) == stand_in.told(1) == {"arguments": ["two words", "--flag"]}
     host, command = (stand_in.path / "asked").read_text().splitlines()
     assert host == address(2)
@@ -153,8 +136,7 @@ def test_all_hosts_stop_in_order(stand_in: Folder, number: signal.Signals, code:
     run.line(rf"{stand_in.names[0]} train \d+")
     run.line(rf"\[{address(2)}\] {stand_in.names[1]} train \d+")
     run.signal(number)
-    ended = run.end()
-    assert ended.code == code, ended.shown
+    ended = run.end(code=code)
     assert f"[{address(2)}] stopped at" in ended.output, ended.shown
     for rank, directory in enumerate((stand_in.path / "x", stand_in.path / address(2) / "x")):
         assert stand_in.names[rank] in summary.read(directory).stopped
@@ -165,8 +147,7 @@ def test_a_host_that_ssh_does_not_reach_ends_the_run_before_it_trains(
     hosts: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(hosts, monkeypatch, f"echo 'ssh: connect to host {address(2)} port 22: Connection refused'; exit 255")
-    ended = start(hosts, "--iterations", "30").end()
-    assert ended.code == 1, ended.shown
+    ended = start(hosts, "--iterations", "30").end(code=1)
     assert f"[{address(2)}] ssh: connect to host" in ended.output
     assert ended.errors == f"{address(2)}: ssh has failed, or its connection was lost\n"
     assert not (hosts.path / "x").exists(), "the name stays free"
@@ -177,7 +158,7 @@ def test_what_ssh_cannot_start_is_refused_in_one_line(two: Folder) -> None:
     assert "all lines of the hosts file are this machine" in refused
     assert not (two.path / "x").exists()
     assert "--seeds" in two.refused("--ssh", "--seeds", "0-1")
-    help_ = two.start("-m", "gossipx", "run", "--ssh", "--dry-run", "--peers", two.hosts).end()
+    help_ = two.gossipx("run", "--ssh", "--dry-run", "--peers", two.hosts).end()
     assert "--dry-run" in one_line(help_, 2)
 
 
@@ -186,8 +167,7 @@ def test_an_ssh_from_which_nothing_comes_is_killed_after_the_run(
     hosts: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(hosts, monkeypatch, "exec sleep 1000")
-    ended = start(hosts, "--iterations", "10", "--peer-timeout", "2").end()
-    assert ended.code == 255, ended.shown
+    ended = start(hosts, "--iterations", "10", "--peer-timeout", "2").end(code=255)
     assert f"{address(2)}: its ssh was killed, because nothing has come from there" in ended.output, ended.shown
     assert summary.read(hosts.path / "x").lost == [hosts.names[1]]
 
@@ -202,5 +182,5 @@ def test_an_ssh_that_hangs_is_named_and_ends_at_the_second_signal(
     run.signal(signal.SIGINT)
     run.line(f"waiting for {address(2)} to stop; killed in")
     run.signal(signal.SIGINT)
-    ended = run.end()
-    assert ended.code == 130 and f"{address(2)}: did not stop" in ended.output, ended.shown
+    ended = run.end(code=130)
+    assert f"{address(2)}: did not stop" in ended.output, ended.shown

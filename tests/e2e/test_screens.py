@@ -1,4 +1,4 @@
-"""Pages as people see them: the report of ``gossipx compare --html`` and TensorBoard, in headless Chromium.
+"""Pages as people see them: the report of ``gossipx compare --html`` in headless Chromium.
 
 A page that is blank, or that lacks its curves, passes all other tests.
 """
@@ -23,32 +23,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def two_runs(two: Folder) -> Folder:
-    """A folder with the runs ``tau`` and ``adaptive``."""
-    for policy in ("tau:5", "adaptive"):
-        name = policy.partition(":")[0]
-        two.run("--policy", policy, "--iterations", "120", *BRIEF, "--eval-interval", "20", name=name)
-    return two
-
-
 def screenshot(page: str, target: Path, *options: str) -> collections.Counter[tuple[int, ...]]:
     """Draw a page without access to other hosts, and return the number of pixels of each colour."""
     image = pytest.importorskip("PIL.Image", reason="Pillow reads the picture")
-    subprocess.run(
-        [
-            str(CHROMIUM),
-            *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"),
-            *(
-                "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-                f"--user-data-dir={target.parent / 'profile'}",
-            ),
-            *(f"--screenshot={target}", *options, page),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=LONG,
-    )
+    alone = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={target.parent / 'profile'}")
+    alone = (*alone, "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
+    shape = ("--hide-scrollbars", "--force-device-scale-factor=1", f"--screenshot={target}", *options)
+    subprocess.run([str(CHROMIUM), *alone, *shape, page], check=True, capture_output=True, timeout=LONG)
     with image.open(target) as opened:
         return collections.Counter(zip(*[iter(opened.convert("RGB").tobytes())] * 3, strict=True))
 
@@ -57,13 +38,13 @@ def rgb(colour: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(colour[1:]))
 
 
-def test_the_report_shows_curves_and_tables_without_a_network(two_runs: Folder) -> None:
-    report = two_runs.path / "report.html"
-    made = two_runs.start(
-        *("-m", "gossipx", "compare", "--logdir", two_runs.path, "tau", "adaptive", "--html", report)
-    ).end()
-    assert made.code == 0, made.shown
-    pixels = screenshot(f"file://{report}", two_runs.path / "report.png", "--window-size=1200,1700")
+def test_the_report_shows_curves_and_tables_without_a_network(two: Folder) -> None:
+    for policy in ("tau:5", "adaptive"):
+        name = policy.partition(":")[0]
+        two.run("--policy", policy, "--iterations", "120", *BRIEF, "--eval-interval", "20", name=name)
+    report = two.path / "report.html"
+    two.gossipx("compare", "--logdir", two.path, "tau", "adaptive", "--html", report).end(code=0)
+    pixels = screenshot(f"file://{report}", two.path / "report.png", "--window-size=1200,1700")
     first, second = (rgb(colour) for colour in COLOURS[:2])
     assert pixels[first] > 500 and pixels[second] > 500, "a line of each run"
     dark = sum(count for colour, count in pixels.items() if max(colour) < 90)

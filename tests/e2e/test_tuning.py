@@ -17,12 +17,8 @@ pytestmark = pytest.mark.slow
 
 def test_a_script_is_measured_and_the_suggestion_can_be_run(two: Folder) -> None:
     script = two.script(TEN_LINES + "with peer:\n    train(peer, model, optimizer, int(sys.argv[2]))\n")
-    tuned = two.start(
-        *("-m", "gossipx", "tune", "--peers", two.hosts, "--seconds", "2", "--write", "run.toml"),
-        *("--json", script, two.path, "100000000"),
-    ).end()
-    assert tuned.code == 0 and "Traceback" not in tuned.errors, tuned.shown
-    found = json.loads(tuned.output)
+    options = ("--peers", two.hosts, "--seconds", "2", "--write", "run.toml", "--json")
+    found = json.loads(two.gossipx("tune", *options, script, two.path, "100000000").end(code=0).output)
     pulls, coded, pairs = found["measured"]
     assert not any(one["why"] for one in found["measured"]), found
     assert pulls["model_bytes"] == pytest.approx(4 * (4 * 16 + 16 + 16 + 1), rel=2), "with the frame of a message"
@@ -32,11 +28,8 @@ def test_a_script_is_measured_and_the_suggestion_can_be_run(two: Folder) -> None
     )
     assert not found["between_machines"]
     assert not list(two.path.glob("tune*")), "nothing is left"
-    run = two.start(
-        "-m", "gossipx", "run", "--config", "run.toml", "--logdir", two.path, "--name", "x", script, two.path, "40"
-    )
-    assert run.end().code == 0
-    again = two.start("-m", "gossipx", "tune", "--peers", two.hosts, "--write", "run.toml", script).end()
+    two.gossipx("run", "--config", "run.toml", "--logdir", two.path, script, two.path, "40").end(code=0)
+    again = two.gossipx("tune", "--peers", two.hosts, "--write", "run.toml", script).end()
     assert "the file exists" in one_line(again, 2)
 
 
@@ -49,9 +42,8 @@ def test_a_script_is_measured_and_the_suggestion_can_be_run(two: Folder) -> None
     ids=["fails", "too short"],
 )
 def test_a_script_that_cannot_be_measured_is_tried_once(two: Folder, text: str, told: tuple[str, ...]) -> None:
-    tuned = ("-m", "gossipx", "tune", "--peers", two.hosts, "--seconds", "3600", two.script(text), two.path)
-    failed = two.start(*tuned).end()
-    assert failed.code == 1, failed.shown
+    tuned = ("tune", "--peers", two.hosts, "--seconds", "3600", two.script(text), two.path)
+    failed = two.gossipx(*tuned).end(code=1)
     assert failed.errors.splitlines()[-1].startswith("nothing could be measured: the run ended early")
     assert all(one in failed.errors for one in told) and failed.errors.count("measuring") == 1, failed.shown
 
@@ -67,19 +59,12 @@ def test_a_slow_link_gets_fewer_bytes(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.txt"
     with EmulatedNetwork(2, "10mbit", delay_ms=5) as net:
         hosts.write_text("".join(f"{host.address}\n" for host in net.hosts))
-        started = [
-            host.popen(
-                [
-                    *(sys.executable, "-m", "gossipx", "tune", "--peers", hosts, "--seconds", "3", "--json"),
-                    *("--bind", host.address, "--advertise", host.address, "--secret-file", secret),
-                ],
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for host in net.hosts
-        ]
+        started = []
+        for host in net.hosts:
+            tune = (sys.executable, "-m", "gossipx", "tune", "--peers", hosts, "--seconds", "3", "--json")
+            place = ("--bind", host.address, "--advertise", host.address, "--secret-file", secret)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            started.append(host.popen([*tune, *place], cwd=tmp_path, text=True, **pipes))
         ended = [process.communicate(timeout=2 * LONG) for process in started]
     for process, (output, errors) in zip(started, ended, strict=True):
         assert process.returncode == 0, errors

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from runs import Folder, folder
-
-
-@pytest.fixture
-def four(tmp_path: Path) -> Iterator[Folder]:
-    """A folder for four peers."""
-    with folder(tmp_path, 4) as made:
-        yield made
-
+from runs import Folder
 
 WATCHED = """
 import hashlib
@@ -143,12 +132,9 @@ tell(peer, values=[float(one) for parameter in model.parameters() for one in (pa
 
 
 @pytest.mark.parametrize("options", [("--outer", "nesterov"), ("--codec", "topk2")], ids=" ".join)
-def test_a_restored_model_is_not_moved_by_what_was_kept_of_the_last_one(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_a_restored_model_is_not_moved_by_what_was_kept_of_the_last_one(two: Folder, options: tuple[str, ...]) -> None:
     """Both peers hold it and do not train, so no wave may change it: neither by momentum nor by a reference."""
-    with folder(tmp_path, 2) as two:
-        waves = ("--exchange", "waves", "--policy", "tau:3", "--blocking", *options)
-        two.run(*waves, two.script(RESTORED), two.path)
-        for rank in range(2):
-            assert two.told(rank)["values"] == pytest.approx([10.0] * 4, rel=1e-5)
+    waves = ("--exchange", "waves", "--policy", "tau:3", "--blocking", *options)
+    two.run(*waves, two.script(RESTORED), two.path)
+    for rank in range(2):
+        assert two.told(rank)["values"] == pytest.approx([10.0] * 4, rel=1e-5)
