@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from arriving import During, Paused
 from forks.client import Piped
 from managers import LONG, SHORT, TRANSPORTS, Host, ended, shares_memory, soon
 from responder import model
@@ -42,33 +43,18 @@ def sender(way: str, tmp_path: Path) -> Iterator[Callable[..., tuple[Piped, int]
         yield started
 
 
-class During(Bytes):
-    """A buffer for a model; ``first`` is called once a part of it has arrived."""
-
-    def __init__(self, size: int, first: Callable[[], None]):
-        super().__init__(memoryview(bytearray(size)))
-        self._first: Callable[[], None] | None = first
-
-    def buffer_at(self, start: int) -> memoryview:
-        return self.view[start : start + PIECE]
-
-    def filled(self, start: int) -> None:
-        self._began()
-
-    def take(self, start: int, view: memoryview) -> None:
-        super().take(start, view)
-        self._began()
-
-    def _began(self) -> None:
-        first, self._first = self._first, None
-        if first is not None:
-            first()
+Results = queue.Queue[Reply | GossipxError]
 
 
-def pull(host: Host, to: int, sink: Bytes, seconds: float = LONG) -> queue.Queue[Reply | GossipxError]:
-    results: queue.Queue[Reply | GossipxError] = queue.Queue()
-    host.comm.request(to, PullRequest(1, 30.0), deadline=soon(seconds), payload=sink, done=results.put)
-    return results
+def begin(host: Host, to: int, sink: Bytes | Marks, seconds: float = LONG) -> tuple[Results, Callable[[], None]]:
+    """Begin a pull; return a queue for its result, and a function that cancels it."""
+    results: Results = queue.Queue()
+    cancel = host.comm.request(to, PullRequest(1, 30.0), deadline=soon(seconds), payload=sink, done=results.put)
+    return results, cancel
+
+
+def pull(host: Host, to: int, sink: Bytes | Marks, seconds: float = LONG) -> Results:
+    return begin(host, to, sink, seconds)[0]
 
 
 def pulled(host: Host, to: int, size: int) -> bytes:
@@ -155,9 +141,7 @@ def test_a_model_of_more_than_2_gb(start: Callable[[int], list[Host]]) -> None:
     b.react = lambda key, request: b.comm.answer(
         key, ModelReply(1), payload=giant, deadline=soon(), done=b.answered.put
     )
-    results: queue.Queue[Reply | GossipxError] = queue.Queue()
-    a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=marks, done=results.put)
-    assert results.get(timeout=LONG) == ModelReply(1)
+    assert pull(a, 1, marks).get(timeout=LONG) == ModelReply(1)
     assert marks.seen == PAST_ALL_32_BITS
     assert b.answered.get(timeout=LONG) is True
 
@@ -226,19 +210,13 @@ def test_a_half_closed_connection_is_not_reused(start: Callable[[int], list[Host
 @pytest.mark.fault(1, 2)
 def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(start: Callable[[int], list[Host]], whose: int) -> None:
     hosts = start(3)
-    began, go_on = threading.Event(), threading.Event()
     hosts[1].serve(model(MODEL))
-
-    def first() -> None:
-        began.set()
-        assert go_on.wait(LONG)
-
-    results = pull(hosts[0], 1, During(MODEL, first))
-    assert began.wait(LONG)
+    results = pull(hosts[0], 1, paused := Paused(MODEL))
+    assert paused.began.wait(LONG)
     closing = threading.Thread(target=hosts[whose].comm.close)
     closing.start()
     assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver continues
-    go_on.set()
+    paused.go_on.set()
     closing.join(LONG)
     assert isinstance(results.get(timeout=LONG), PeerUnreachableError)
     if whose == 0:  # and the sender still sends
@@ -249,24 +227,16 @@ def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(start: Callable[
 def test_a_pull_cancelled_in_the_middle_ends_alone_on_both_sides(start: Callable[[int], list[Host]]) -> None:
     hosts = start(2)
     hosts[1].serve(model(MODEL))
-    began, go_on = threading.Event(), threading.Event()
-
-    def first() -> None:
-        began.set()
-        assert go_on.wait(LONG)
-
-    results: queue.Queue[Reply | GossipxError] = queue.Queue()
-    during = During(MODEL, first)
-    cancel = hosts[0].comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=during, done=results.put)
+    results, cancel = begin(hosts[0], 1, paused := Paused(MODEL))
     buffer = bytearray(MODEL)
     other = hosts[0].ask(1, PullRequest(1, 30.0), buffer)
-    assert began.wait(LONG)
+    assert paused.began.wait(LONG)
     assert other.get(timeout=LONG) == ModelReply(1) and buffer == model(MODEL)
     assert hosts[1].answered.get(timeout=LONG) is True
     cancel()
     assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver continues
     assert results.empty(), "its buffer is still being written to"
-    go_on.set()
+    paused.go_on.set()
     assert isinstance(results.get(timeout=LONG), CancelledError)
     assert hosts[0].comm.bytes_received <= hosts[1].comm.bytes_sent, "sent bytes count even if they were lost"
     cancel()
@@ -274,17 +244,23 @@ def test_a_pull_cancelled_in_the_middle_ends_alone_on_both_sides(start: Callable
     assert results.empty()
 
 
-def test_a_pull_cancelled_before_it_is_answered(start: Callable[[int], list[Host]]) -> None:
+@pytest.mark.parametrize("how", [CancelledError, PeerTimeoutError])
+@pytest.mark.fault(7)
+def test_a_pull_that_ends_before_it_is_answered(start: Callable[[int], list[Host]], how: type[GossipxError]) -> None:
     a, b = start(2)
+    b.serve(model(PIECE))
+    assert pulled(a, 1, PIECE) == model(PIECE)
+    assert b.answered.get(timeout=LONG) is True
+    b.received.get(timeout=LONG)
     b.react = None
-    results: queue.Queue[Reply | GossipxError] = queue.Queue()
     buffer = Bytes(memoryview(bytearray(PIECE)))
-    cancel = a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=buffer, done=results.put)
+    results, cancel = begin(a, 1, buffer, SHORT if how is PeerTimeoutError else LONG)
     _, key, _ = b.received.get(timeout=LONG)
-    cancel()
-    assert isinstance(results.get(timeout=LONG), CancelledError)
+    if how is CancelledError:
+        cancel()
+    assert isinstance(results.get(timeout=LONG), how)
     b.answer(key, ModelReply(1), model(PIECE))
-    assert b.answered.get(timeout=LONG) is False
+    assert b.answered.get(timeout=LONG) is False, "it came too late"
     assert buffer.view == bytes(PIECE)
     b.serve(model(PIECE))
     assert pulled(a, 1, PIECE) == model(PIECE)
@@ -295,9 +271,9 @@ def test_a_pull_cancelled_at_once(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
     b.serve(model(PIECE))
     for _ in range(20):
-        results: queue.Queue[Reply | GossipxError] = queue.Queue()
         buffer = Bytes(memoryview(bytearray(PIECE)))
-        a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=buffer, done=results.put)()
+        results, cancel = begin(a, 1, buffer)
+        cancel()
         result = results.get(timeout=LONG)
         assert isinstance(result, CancelledError) or (result == ModelReply(1) and buffer.view == model(PIECE))
         assert results.empty()
@@ -321,24 +297,6 @@ def test_a_connection_half_closed_within_a_model_is_not_reused(
     assert result == ModelReply(1) if whole else isinstance(result, PeerUnreachableError)
     assert hosts[1].answered.get(timeout=LONG) is whole
     assert pulled(hosts[0], 1, MODEL) == model(MODEL)
-
-
-@pytest.mark.fault(7)
-def test_a_responder_that_never_answers_has_a_deadline(start: Callable[[int], list[Host]]) -> None:
-    a, b = start(2)
-    b.serve(model(PIECE))
-    assert pulled(a, 1, PIECE) == model(PIECE)
-    assert b.answered.get(timeout=LONG) is True
-    b.received.get(timeout=LONG)
-    b.react = None
-    buffer = bytearray(PIECE)
-    assert isinstance(a.ask(1, PullRequest(1, 30.0), buffer, SHORT).get(timeout=LONG), PeerTimeoutError)
-    _, key, _ = b.received.get(timeout=LONG)
-    b.answer(key, ModelReply(1), model(PIECE))
-    assert b.answered.get(timeout=LONG) is False, "it came too late"
-    assert buffer == bytes(PIECE)
-    b.serve(model(PIECE))
-    assert pulled(a, 1, PIECE) == model(PIECE)
 
 
 @pytest.mark.parametrize("way", [pytest.param(name, marks=shares_memory) for name in TRANSPORTS if "shm" in name])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from arriving import Paused
 from forks.client import Piped
 from managers import LONG, SHORT, Host, Model, UploadBuffer, ended, runs, settings_of, soon
 from responder import model
@@ -36,6 +37,18 @@ def answers(host: Host, gives: bytes | None) -> None:
             host.answer(key, HereReply(Stage.TRAIN))
 
     host.react = react
+
+
+def without_memory(host: Host) -> threading.Event:
+    """Return an event that gives ``host`` memory for uploads, which wait for it."""
+    free = threading.Event()
+
+    def sink_for(sender: int, request: object) -> UploadBuffer:
+        assert free.wait(LONG)
+        return UploadBuffer(memoryview(bytearray(LARGE)))
+
+    host.comm._listener._sink_for = sink_for
+    return free
 
 
 @pytest.mark.every_transport
@@ -72,13 +85,7 @@ def test_an_upload_may_be_answered_without_a_model(start: Callable[[int], list[H
 def test_messages_continue_while_an_upload_waits_for_memory(start: Callable[[int], list[Host]]) -> None:
     """Memory is bounded: a payload waits on its own connection, without blocking others."""
     a, b = start(2)
-    free = threading.Event()
-
-    def sink_for(sender: int, request: object) -> UploadBuffer:
-        assert free.wait(LONG)
-        return UploadBuffer(memoryview(bytearray(LARGE)))
-
-    b.comm._listener._sink_for = sink_for
+    free = without_memory(b)
     answers(b, model(PIECE))
     buffer = bytearray(PIECE)
     waits = a.ask(1, elastic(), buffer, upload=model(LARGE))
@@ -101,46 +108,23 @@ def test_a_too_large_upload_is_refused_before_it_is_received(start: Callable[[in
 @pytest.mark.fault(9)
 def test_a_receiver_without_memory_has_the_senders_deadline(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
-    over = threading.Event()
-
-    def sink_for(sender: int, request: object) -> UploadBuffer:
-        assert over.wait(LONG)
-        return UploadBuffer(memoryview(bytearray(LARGE)))
-
-    b.comm._listener._sink_for = sink_for
+    free = without_memory(b)
     result = a.ask(1, elastic(), bytearray(PIECE), seconds=SHORT, upload=model(LARGE)).get(timeout=LONG)
-    over.set()
+    free.set()
     assert isinstance(result, PeerTimeoutError)
 
 
 def test_an_upload_can_be_cancelled_in_the_middle(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
     b.capacity = LARGE
-    reached, over = threading.Event(), threading.Event()
-
-    class Slow(UploadBuffer):
-        def buffer_at(self, start: int) -> memoryview:
-            return self.view[start : start + PIECE]
-
-        def filled(self, start: int) -> None:
-            self.wait()
-
-        def take(self, start: int, view: memoryview) -> None:
-            super().take(start, view)
-            self.wait()
-
-        def wait(self) -> None:
-            reached.set()
-            assert over.wait(LONG)
-
-    slow = Slow(memoryview(bytearray(LARGE)))
-    b.comm._listener._sink_for = lambda sender, request: slow
+    paused = Paused(LARGE)
+    b.comm._listener._sink_for = lambda sender, request: paused
     results: queue.Queue[object] = queue.Queue()
     upload = Model(model(LARGE))
     cancel = a.comm.request(1, elastic(), deadline=soon(), payload=None, done=results.put, upload=upload)
-    assert reached.wait(LONG)
+    assert paused.began.wait(LONG)
     cancel()
-    over.set()
+    paused.go_on.set()
     assert isinstance(results.get(timeout=LONG), CancelledError)
 
 
@@ -149,33 +133,16 @@ def test_a_sender_that_dies_within_an_upload_leaves_nothing(way: str, tmp_path: 
     """Its partial payload is dropped, the buffer released, and the request not passed on."""
     with runs() as make:
         host = make(2).host(0, **settings_of(way, tmp_path))
-        begun, released = threading.Event(), threading.Event()
-
-        class Counting(UploadBuffer):
-            def buffer_at(self, start: int) -> memoryview:
-                return self.view[start : start + PIECE]
-
-            def filled(self, start: int) -> None:
-                begun.set()
-                assert dead.wait(LONG)
-
-            def take(self, start: int, view: memoryview) -> None:
-                self.filled(start)
-
-            def release(self) -> None:
-                super().release()
-                released.set()
-
-        dead = threading.Event()
-        host.comm._listener._sink_for = lambda sender, request: Counting(memoryview(bytearray(LARGE)))
+        paused = Paused(LARGE)
+        host.comm._listener._sink_for = lambda sender, request: paused
         script = Path(__file__).parents[1] / "uploader.py"
         with Piped(script, way, tmp_path, str(LARGE), str(host.comm.address.port)) as uploader:
-            assert begun.wait(LONG)
+            assert paused.began.wait(LONG)
             uploader.kill()
             uploader.wait(LONG)
-        dead.set()
+        paused.go_on.set()
         if "shm" not in way:  # with shared memory the payload outlives its sender
-            assert released.wait(LONG)
+            assert paused.dropped.wait(LONG)
             assert host.received.empty()
 
 
