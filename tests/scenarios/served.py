@@ -16,6 +16,7 @@ from gossipx import policies, topology
 from gossipx.assembly.server import Parts, serve
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
+from gossipx.protocol.messages import Stage
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
 from gossipx.settings import files
@@ -145,12 +146,15 @@ def models(made: LoggedWorld) -> Tensor:
     return torch.stack([values(peer.module) for peer in made.peers.values()])
 
 
-def joined(workers: Sequence[int], iterations: int = ITERATIONS, optimizer: Optimizer = sgd) -> Tensor:
-    """Return the result of one process that trains on all workers' batches."""
+def joined(
+    workers: Sequence[int] | Callable[[int], Sequence[int]], iterations: int = ITERATIONS, optimizer: Optimizer = sgd
+) -> Tensor:
+    """Return the result of one process that trains on all workers' batches; ``workers``: always, or by iteration."""
     module = Net()
     made = optimizer(module.parameters())
     for iteration in range(iterations):
-        gradients(module, [batch(rank, iteration) for rank in workers])
+        ranks = workers(iteration) if callable(workers) else workers
+        gradients(module, [batch(rank, iteration) for rank in ranks])
         for parameter in module.parameters():  # servers get zeros for a missing gradient
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         made.step()
@@ -164,11 +168,13 @@ def ended(made: LoggedWorld, limit: float = 1000.0) -> LoggedWorld:
 
 def shards(made: LoggedWorld) -> dict[int, Shard]:
     """Return all shards, by their indices."""
-    found: dict[int, Shard] = {}
-    for peer in made.peers.values():
-        assert isinstance(peer.role.exchange, ServerMode)
-        found |= peer.role.exchange.shards
-    return found
+    return {index: shard for rank in made.peers for index, shard in mode(made, rank).shards.items()}
+
+
+def mode(made: LoggedWorld, rank: int) -> ServerMode:
+    exchange = made.peers[rank].role.exchange
+    assert isinstance(exchange, ServerMode)
+    return exchange
 
 
 def clocks(made: LoggedWorld) -> dict[int, int]:
@@ -184,3 +190,21 @@ def check_lead(made: LoggedWorld, staleness: int, slowest: int) -> None:
             done[entry.rank] += 1
             # A worker that computes iteration i (from 0) has tables of a clock above i − 1 − s.
             assert done[entry.rank] - 2 < done[slowest] + staleness or entry.rank == slowest
+
+
+def pushes(made: LoggedWorld) -> set[int]:
+    """Return how many pushes each shard has counted."""
+    return {shard.clock.counts.gradients + shard.clock.counts.late for shard in shards(made).values()}
+
+
+def done(made: LoggedWorld, ranks: Sequence[int], iterations: int = ITERATIONS, alike: bool = True) -> None:
+    """Check that these workers have finished their iterations, and all have the servers' values.
+
+    Except with bsp, a buffered gradient may be applied during the last pulls: ``alike`` is then False.
+    """
+    for rank in ranks:
+        assert made.peers[rank].arena.step == iterations, (rank, made.peers[rank].arena.step)
+        assert made.peers[rank].role.stage is Stage.DONE
+    if alike:
+        rows = torch.stack([values(made.peers[rank].module) for rank in ranks])
+        torch.testing.assert_close(rows, rows[:1].expand(len(rows), -1), rtol=0, atol=0)

@@ -1,11 +1,10 @@
-"""Parameter server runs in virtual time: switches, members that join and leave, faults."""
+"""Parameter server runs in virtual time: switches, mixtures of sync models, members that join and leave, faults."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-import random
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,6 +12,9 @@ import pytest
 import served
 import torch
 import toy
+from hypothesis import given
+from hypothesis import strategies as st
+from property_tests import examples
 from seeds import seeds, some
 from transcripts import LoggedWorld
 
@@ -22,25 +24,7 @@ from gossipx.protocol.events import Event, Received, TablesRestored
 from gossipx.protocol.messages import Stage
 from gossipx.protocol.server_messages import TablesReply, TablesRequest
 from gossipx.server.conditions import Conditions, Pull, View
-from gossipx.server.mode import ServerMode
-from gossipx.server.shard import Shard
 from gossipx.sim import Network
-
-
-def shard(made: LoggedWorld, rank: int = 0, index: int = 0) -> Shard:
-    exchange = made.peers[rank].role.exchange
-    assert isinstance(exchange, ServerMode)
-    return exchange.shards[index]
-
-
-def done(made: LoggedWorld, ranks: range | list[int], iterations: int = served.ITERATIONS) -> None:
-    """Check that all workers have finished their iterations and have the servers' values."""
-    for rank in ranks:
-        assert made.peers[rank].arena.step == iterations, (rank, made.peers[rank].arena.step)
-        assert made.peers[rank].role.stage is Stage.DONE
-    rows = torch.stack([served.values(made.peers[rank].module) for rank in ranks])
-    torch.testing.assert_close(rows, rows[:1].expand(len(rows), -1), rtol=0, atol=0)
-
 
 # --- switches ---------------------------------------------------------------------------------------
 
@@ -58,7 +42,7 @@ def test_a_switch_during_the_run() -> None:
     assert made.lines(2, "has switched the sync model")
     reached = [entry.time for entry in made.log if entry.rank == 0 and entry.what == f"step {served.ITERATIONS}"]
     assert reached[0] < 12.5 + served.ITERATIONS + 1, "it no longer waits for the slowest"
-    done(made, range(3))
+    served.done(made, range(3))
 
 
 def test_a_switch_to_a_sync_model_for_one_server_is_refused_by_two() -> None:
@@ -66,28 +50,13 @@ def test_a_switch_to_a_sync_model_for_one_server_is_refused_by_two() -> None:
     made.switch_sync(1, 3.5, "hybrid:wait=true")
     served.ended(made)
     assert not made.lines(0, "shard 0 switches") and not made.lines(1, "has switched")
-    done(made, range(2))
+    served.done(made, range(2))
 
 
 SYNCS = [
     *("bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "dsps:staleness=1"),
     "hybrid:step=4",
 ]
-
-
-@pytest.mark.parametrize("seed", seeds(12))
-def test_switches_lose_no_push_and_strand_no_pull(seed: int) -> None:
-    rng = random.Random(seed)
-    slow = {rank: rng.uniform(0.5, 4.0) for rank in range(4)}
-    pulls = rng.choice(["lazy", "soft"])
-    made = served.world(4, seed, Network(delay=0.05), slow, servers="0,3", sync=rng.choice(SYNCS), pulls=pulls)
-    for _ in range(8):
-        made.switch_sync(rng.randrange(4), rng.uniform(2, 40), rng.choice(SYNCS), rng.choice([None, 0, 1]))
-    served.ended(made)
-    assert all(peer.arena.step == served.ITERATIONS for peer in made.peers.values())
-    for rank, index in ((0, 0), (3, 1)):
-        counts = shard(made, rank, index).clock.counts
-        assert counts.gradients + counts.late == 4 * served.ITERATIONS, "each push is counted once"
 
 
 @pytest.mark.parametrize("sync", some(SYNCS, *SYNCS[::3]))
@@ -98,10 +67,8 @@ def test_all_end_with_the_servers_values_after_the_slowest_worker(sync: str, see
     assert served.ITERATIONS * 4.0 > served.ITERATIONS * 1.0 + toy.TIMEOUT
     made = served.world(4, seed, Network(delay=0.05), slow, servers="0,1", sync=sync)
     served.ended(made)
-    done(made, range(4))
-    for rank, index in ((0, 0), (1, 1)):
-        counts = shard(made, rank, index).clock.counts
-        assert counts.gradients + counts.late == 4 * served.ITERATIONS
+    served.done(made, range(4))
+    assert served.pushes(made) == {4 * served.ITERATIONS}
 
 
 @pytest.mark.parametrize("begins", ["pssp:staleness=0,alpha=significance", "asp"])
@@ -111,7 +78,7 @@ def test_workers_send_significance_from_the_start_and_after_a_switch(begins: str
     if begins == "asp":
         made.switch_sync(0, 1.5, "pssp:staleness=0,alpha=significance")
     served.ended(made)
-    assert shard(made).clock.counts.delayed > 0
+    assert served.mode(made, 0).shards[0].clock.counts.delayed > 0
 
 
 def test_custom_conditions_receive_significance_on_request() -> None:
@@ -136,8 +103,7 @@ def test_a_restore_after_the_shard_has_moved_is_ignored(index: int) -> None:
     made = served.world(3, servers="0,1", checkpoint_every="100")
     made.change_servers(1, 4.5, [0, 2])
     made.run(until=lambda: made.lines(0, "the servers are now 0,2"))
-    exchange = made.peers[0].role.exchange
-    assert isinstance(exchange, ServerMode)
+    exchange = served.mode(made, 0)
     before = json.dumps({number: one.state_dict() for number, one in exchange.shards.items()})
     assert exchange.handle(TablesRestored(index, 0, {"clock": "of another layout"}), made.now) == []
     assert json.dumps({number: one.state_dict() for number, one in exchange.shards.items()}) == before
@@ -159,19 +125,13 @@ def test_a_gradient_that_is_not_finite_is_skipped(sync: str, monkeypatch: pytest
     monkeypatch.setattr(served, "batch", batch)
     made = served.world(3, servers="0", sync=sync)
     served.ended(made)
-    done(made, range(3))
+    served.done(made, range(3))
     assert made.peers[0].role.counts["poisoned"] > 0 and made.lines(0, "a gradient of peer 1 holds NaN or Inf")
     end = served.values(made.peers[0].module)
     assert end.isfinite().all()
     if sync == "bsp":
-        module = served.Net()
-        optimizer = served.sgd(module.parameters())
-        for iteration in range(served.ITERATIONS):
-            served.gradients(module, [whole(rank, iteration) for rank in range(3) if (rank, iteration) != (1, 3)])
-            for parameter in module.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            optimizer.step()
-        torch.testing.assert_close(end, served.values(module), rtol=1e-9, atol=1e-9)
+        expected = served.joined(lambda iteration: [0, 2] if iteration == 3 else range(3))
+        torch.testing.assert_close(end, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp", "hybrid:fixed=2", "hybrid:fixed=2,wait=true"])
@@ -221,7 +181,7 @@ class Orders:
             self._asked[pull.shard, key] = worker, pull.progress, pull.shard
             return
         agreed = all((worker, pull.progress, index) in self._agreed for index in range(2))
-        clocks = [shard(self._made, index, index).clock for index in range(2)]
+        clocks = [served.mode(self._made, index).shards[index].clock for index in range(2)]
         pushed = all(clock.progress.get(worker, math.inf) >= pull.progress for clock in clocks)  # inf: it has trained
         self.pulls.append((worker, pull.progress, pull.shard, agreed, pushed))
 
@@ -239,7 +199,7 @@ def test_pushes_and_pulls_of_different_shards_overlap_or_not(sync: str, overlap:
     made.run(0.0)
     orders = Orders(made)
     served.ended(made)
-    done(made, range(3))
+    served.done(made, range(3))
     every = {(worker, iteration, index) for worker in range(3) for iteration in range(11) for index in range(2)}
     assert every <= {(worker, iteration, index) for worker, iteration, index, _, _ in orders.pulls}
     if overlap:
@@ -259,18 +219,11 @@ def test_a_worker_killed_is_not_waited_for_beyond_peer_timeout(sync: str) -> Non
     made.crash(2, 5.2)
     served.ended(made, served.ITERATIONS + 5 * toy.TIMEOUT)
     assert made.fired["crash"] == 1
-    done(made, [0, 1])
+    served.done(made, [0, 1])
     assert made.peers[1].blocked_seconds < 2 * toy.TIMEOUT
     if sync == "bsp":
-        module, optimizer = served.Net(), None
-        optimizer = served.sgd(module.parameters())
-        for iteration in range(served.ITERATIONS):
-            ranks = range(3) if iteration < len(made.lines(2, "step ")) else range(2)
-            served.gradients(module, [served.batch(rank, iteration) for rank in ranks])
-            for parameter in module.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            optimizer.step()
-        torch.testing.assert_close(served.values(made.peers[0].module), served.values(module), rtol=1e-9, atol=1e-9)
+        expected = served.joined(lambda iteration: range(3 if iteration < len(made.lines(2, "step ")) else 2))
+        torch.testing.assert_close(served.values(made.peers[0].module), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.fault(3)
@@ -288,37 +241,90 @@ def test_a_slow_worker_is_not_considered_lost() -> None:
     """Its steps take longer than peer_timeout and than a pull waits: no peer is lost, and no pull fails."""
     made = served.ended(served.world(2, slow={1: 3.5 * toy.TIMEOUT}, iterations=4))
     assert not [entry for entry in made.log if "lost" in entry.what or "TIMEOUT" in entry.what]
-    done(made, range(2), 4)
+    served.done(made, range(2), 4)
 
 
-@pytest.mark.fault(37)
-def test_a_worker_that_joins_late_starts_at_the_current_clock() -> None:
-    made = served.world(3, absent=[2], iterations=40, slow={0: 1.0, 1: 1.0})
-    made.start(2, served.maker(2, 3, iterations=40), at=25.0)
-    made.run(25.0 + 3 * toy.TIMEOUT, until=lambda: made.lines(2, "step "))
-    started = shard(made).clock.clock
-    assert shard(made).clock.progress[2] >= started - 2 > 5
+@pytest.mark.parametrize("again", [False, True], ids=["late", "started again"])
+@pytest.mark.fault(36, 37)
+def test_a_worker_that_joins_the_run_starts_at_the_current_clock(again: bool) -> None:
+    made = served.world(3, absent=[] if again else [2], iterations=40)
+    if again:
+        made.crash(2, 8.2)
+        made.restart(2, 25.0)
+    else:
+        made.start(2, served.maker(2, 3, iterations=40), at=25.0)
+    made.run(24.9)
+    trained = len(made.lines(2, "step "))
+    made.run(25.0 + 3 * toy.TIMEOUT, until=lambda: len(made.lines(2, "step ")) > trained)
+    clock = served.mode(made, 0).shards[0].clock
+    assert clock.progress[2] >= clock.clock - 2 > 5
     served.ended(made)
+    assert made.fired["restart"] == again
+    served.done(made, [0, 1], 40)
     assert made.peers[2].role.stage is Stage.DONE
 
 
-@pytest.mark.fault(36)
-def test_a_worker_that_is_started_again_starts_at_the_current_clock() -> None:
-    made = served.world(3, iterations=40)
-    made.crash(2, 8.2)
-    made.restart(2, 20.0)
-    served.ended(made)
-    assert made.fired["restart"] == 1
-    done(made, [0, 1], 40)
-    assert made.peers[2].role.stage is Stage.DONE
+# --- shards with different sync models ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(6))
-@pytest.mark.fault(26)
-def test_a_bad_network_loses_no_push_and_counts_none_twice(seed: int) -> None:
-    network = Network(delay=0.2, loss=0.05, repeat=0.1, jitter=0.5)
-    made = served.world(3, seed, network, {1: 1.4}, servers="0,1", iterations=8)
-    served.ended(made, 4000)
-    assert made.fired["lost"] and made.fired["repeated"]
-    done(made, range(3), 8)
-    torch.testing.assert_close(served.values(made.peers[0].module), served.joined(range(3), 8), rtol=1e-9, atol=1e-9)
+@pytest.mark.fault(45)
+def test_a_buffer_does_not_wait_for_a_dead_worker_that_was_ahead() -> None:
+    """Its pushes are ahead of the clock, and it waits nowhere."""
+    slow = {0: 3.0, 2: 0.5}
+    made = served.world(3, network=Network(delay=0.05), slow=slow, servers="0", sync="hybrid:step=2,wait=true")
+    made.crash(2, 4.0)
+    served.ended(made, served.ITERATIONS * 3.5 + 3 * toy.TIMEOUT)
+    assert made.fired["crash"] and made.lines(0, "peer 2 is lost")
+    assert made.peers[0].arena.step == made.peers[1].arena.step == served.ITERATIONS
+
+
+WAIT = [f"hybrid:{buffer},wait=true" for buffer in ("fixed=2", "fixed=3", "step=4", "double=5")]
+"""They are refused with several servers."""
+MIXED = [
+    *("bsp", "asp", "ssp:staleness=1", "ssp:staleness=3", "dsps:staleness=1,high=3,window=2"),
+    *("drop:n=1", "drop:n=1,late=add", "pssp:staleness=1,p=0.5", "pssp:staleness=1,alpha=significance"),
+    *("hybrid:fixed=3", "hybrid:step=4,reduce=sum"),
+]
+FEW = 8  # iterations
+indices = st.integers(0, 4)
+others = st.sampled_from([*MIXED, *WAIT, "drop:n=2"])  # refused where it would wait for all workers
+switches = st.tuples(st.floats(1, 40), indices, indices, others, st.sampled_from(["", "lazy", "soft"]))
+
+
+@pytest.mark.fault(45)
+@examples(80, few=8)
+@given(data=st.data())
+def test_every_pull_is_answered_and_every_push_counted_once(data: st.DataObject) -> None:
+    """Under any mixture of sync models, also when they are switched and when workers leave or die."""
+    count = data.draw(st.integers(1, 4), "shards")
+    size = data.draw(st.integers(max(2, count), 5), "peers")
+    servers = data.draw(st.permutations(range(size)), "servers")[:count]
+    only = count < size - 1 and data.draw(st.booleans(), "servers only")
+    syncs = st.sampled_from([*MIXED, *WAIT] if count == 1 else MIXED)
+    delay, jitter = 0.1, data.draw(st.sampled_from([0.0, 0.3]), "jitter")
+    paces = data.draw(st.lists(st.floats(0.5, 4.0), min_size=size, max_size=size), "paces")
+    made = served.world(
+        size,
+        data.draw(st.integers(0, 99), "seed"),
+        Network(delay=delay, jitter=jitter),
+        dict(enumerate(paces)),
+        servers=",".join(map(str, servers)),
+        servers_only=only,
+        sync="|".join(data.draw(st.lists(syncs, min_size=count, max_size=count), "syncs")),
+        pulls=data.draw(st.sampled_from(["lazy", "soft"]), "pulls"),
+        overlap=data.draw(st.booleans(), "overlap"),
+        bucket=data.draw(st.sampled_from([100, 1000]), "bucket"),
+        iterations=FEW,
+    )
+    for at, rank, shard, sync, pulls in data.draw(st.lists(switches, max_size=4), "switches"):
+        made.switch_sync(servers[rank % count], at, sync, shard if shard < count else None, pulls=pulls)
+    workers = sorted(set(range(size)) - set(servers))
+    gone = data.draw(st.sets(st.sampled_from(workers)), "gone") if workers else set()
+    for rank in gone:
+        getattr(made, data.draw(st.sampled_from(["leave", "crash"])))(rank, data.draw(st.floats(1, 40), "at"))
+    # A worker waits at most for one more step of each other worker. Only the dead are waited for by time.
+    served.ended(made, (FEW + 1) * (2 * max(paces) + 20 * (delay + jitter)) + 3 * toy.TIMEOUT * len(gone))
+    stay = set(range(size)) - gone - (set(servers) if only else set())
+    assert {made.peers[rank].arena.step for rank in stay} <= {FEW}
+    if not gone:
+        assert served.pushes(made) == {len(stay) * FEW}

@@ -31,14 +31,8 @@ def models(made: LoggedWorld) -> Tensor:
 
 def held(made: LoggedWorld) -> Tensor:
     """Return the servers' values, concatenated."""
-    table_stores = [made.peers[shard].table_store for shard in range(2)]
-    return torch.cat(
-        [
-            values
-            for shard, table_store in enumerate(table_stores)
-            for values in table_store.state_dict(shard)["store"]["values"]
-        ]
-    )
+    tables = [made.peers[shard].table_store.state_dict(shard)["store"]["values"] for shard in range(2)]
+    return torch.cat([values for shard in tables for values in shard])
 
 
 def run(**options: Any) -> LoggedWorld:
@@ -119,19 +113,8 @@ def test_new_and_returning_workers_first_receive_full_values(
     assert torch.equal(models(made), models(made)[0].expand(3, -1))
     bases = [base for receiver, base, _ in asked if receiver == 2]
     assert 0 < bases.count(FULL) < len(bases) / 2
-    assert all(
-        is_whole == (base == FULL) for _, base, is_whole in asked
-    )  # the server knows every base that a request names
-    frames = [
-        memory.push_encoder.state.frames
-        for memory in made.peers[2].table_store.client._buckets.values()
-        if memory.push_encoder
-    ]
-    assert all((10 < one < 39) if what != "pause" else one > 20 for one in frames)
-    assert all(left.isfinite().all() and left.any() for left in errors(made, 2))
-
-
-def errors(made: LoggedWorld, rank: int) -> list[Tensor]:
-    """Return a worker's error feedback, by bucket."""
-    memories = made.peers[rank].table_store.client._buckets.values()
-    return [memory.push_encoder.state.kept["error"] for memory in memories if memory.push_encoder is not None]
+    assert all(is_whole == (base == FULL) for _, base, is_whole in asked), "the server knows every base that is named"
+    encoders = [memory.push_encoder for memory in made.peers[2].table_store.client._buckets.values()]
+    for state in (encoder.state for encoder in encoders if encoder is not None):
+        assert 10 < state.frames < 39 if what != "pause" else state.frames > 20
+        assert state.kept["error"].isfinite().all() and state.kept["error"].any()

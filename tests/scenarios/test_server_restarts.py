@@ -72,20 +72,26 @@ def test_the_lost_push_is_named_and_sent_again() -> None:
     assert not made.lines(2, "another process"), "worker 2 had not pushed"
 
 
+def restarted(
+    made: LoggedWorld, rng: random.Random, at: float, ranks: list[int], down: list[float], up: tuple[float, float]
+) -> None:
+    """Kill these peers one after the other from ``at`` on, and start each again; ``up``: seconds until the next."""
+    for rank in ranks:
+        made.crash(rank, at)
+        at += rng.choice(down)
+        made.restart(rank, at)
+        at += rng.uniform(*up)
+    ended(made)
+    assert made.fired["restart"] == len(ranks)
+
+
 @pytest.mark.fault(44)
 @pytest.mark.parametrize("seed", seeds(8))
 def test_servers_and_workers_are_restarted_again_and_again(seed: int) -> None:
     rng = random.Random(seed)
     sync = SYNCS[seed % len(SYNCS)]
     made = world(4, rng, servers="0,3", servers_only=seed % 2 == 0, sync=sync, overlap=rng.random() < 0.7)
-    at = rng.uniform(1, 10)
-    for rank in rng.choices([0, 1, 3], k=3):
-        made.crash(rank, at)
-        at += rng.choice([0.01, 0.3, 4, 8])
-        made.restart(rank, at)
-        at += rng.uniform(0.1, 6)
-    ended(made)
-    assert made.fired["restart"] == 3
+    restarted(made, rng, rng.uniform(1, 10), rng.choices([0, 1, 3], k=3), [0.01, 0.3, 4, 8], (0.1, 6))
 
 
 @pytest.mark.fault(44)
@@ -95,13 +101,7 @@ def test_servers_that_train_are_restarted_many_times(seed: int) -> None:
     """With seed 187, workers 0 and 3 would wait at shard 1 for a push of worker 2, and it for theirs at shard 0."""
     rng = random.Random(seed)
     made = world(4, rng, iterations=150, servers="0,1", sync=rng.choice(["ssp:staleness=1", "ssp:staleness=3"]))
-    at = rng.uniform(3, 6)
-    for rank in rng.choices([0, 1], k=14):
-        made.crash(rank, at)
-        at += rng.choice([0.01, 0.3, 2, 4])
-        made.restart(rank, at)
-        at += rng.uniform(0.5, 12)
-    ended(made)
+    restarted(made, rng, rng.uniform(3, 6), rng.choices([0, 1], k=14), [0.01, 0.3, 2, 4], (0.5, 12))
 
 
 @pytest.mark.fault(44)
@@ -128,6 +128,11 @@ def test_a_switch_that_was_lost_with_its_server_is_told_to_the_workers() -> None
         assert line.endswith("; its sync model is now the initial one")
 
 
+def sent(effects: list[Effect], kind: type) -> list[Send]:
+    """Return the requests of a kind."""
+    return [one for one in effects if isinstance(one, Send) and isinstance(one.request, kind)]
+
+
 @pytest.mark.fault(44)
 def test_a_gradient_that_is_gone_is_not_waited_for() -> None:
     """The next iteration has begun, and its gradients have replaced those that the shard lacks."""
@@ -135,15 +140,12 @@ def test_a_gradient_that_is_gone_is_not_waited_for() -> None:
     assert isinstance(exchange, ServerMode)
     worker, places = exchange.worker, [(0, bucket) for bucket in range(2)]
 
-    def asked(effects: list[Effect], kind: type) -> list[Send]:
-        return [one for one in effects if isinstance(one, Send) and isinstance(one.request, kind)]
-
     def pulled(effects: list[Effect]) -> list[TablesRequest]:
-        return [one.request for one in asked(effects, TablesRequest) if isinstance(one.request, TablesRequest)]
+        return [one.request for one in sent(effects, TablesRequest) if isinstance(one.request, TablesRequest)]
 
-    for ask in asked(worker.gradients_ready(places, 0.0), GradientRequest):
+    for ask in sent(worker.gradients_ready(places, 0.0), GradientRequest):
         worker.answered(ask.ticket, AcceptReply(), 0.0)
-    first, second = asked(worker.iteration_done(0.0), TablesRequest)
+    first, second = sent(worker.iteration_done(0.0), TablesRequest)
     assert all(one.pushed and one.progress == 0 for one in pulled([first, second]))
     worker.gradients_ready([places[0]], 0.0)
     worker._progress = 1  # as once the first table of the pull has arrived and its layer has been used
@@ -165,9 +167,6 @@ def test_a_worker_that_waits_at_one_shard_pushes_again_to_the_restarted_server_o
     worker, members = exchange.worker, exchange._context.members.others
     buckets = exchange.migration.layout.buckets
     places = [(shard, bucket) for shard in range(2) for bucket in range(buckets[shard])]
-
-    def sent(effects: list[Effect], kind: type) -> list[Send]:
-        return [one for one in effects if isinstance(one, Send) and isinstance(one.request, kind)]
 
     def answer(requests: list[Send], reply: Reply) -> None:
         """Answer these requests, and those to the same server that follow."""
