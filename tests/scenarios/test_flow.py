@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from seeds import some
 from toy import SIZE, TIMEOUT, bound, ended, maker, until, world
-from transcripts import LoggedWorld
 
 from gossipx.peer.serving import INITIAL_MODELS, SAVED, SECONDS_PER_MODEL
 from gossipx.protocol.messages import PullRequest
@@ -63,9 +62,9 @@ def test_a_peer_that_finds_all_busy_waits_for_its_turn(joining: int):
     its rank."""
     source = 1 - joining
     settings = {"policy": "never", "iterations": 120, "model_timeout": 60.0, "finish": "none"}
-    made = LoggedWorld(0, Network(bandwidth=4 * SIZE / 25))
-    for rank, at in ((0, 0.0), (1, 0.0), (2, 41.0), (3, 41.0)):
-        made.start(rank, maker(rank, 4, **settings), at=at)
+    made = world(4, network=Network(bandwidth=4 * SIZE / 25), absent=[2, 3], **settings)
+    for rank in (2, 3):
+        made.start(rank, maker(rank, 4, **settings), at=41.0)
     made.crash(joining, 40.0)
     made.restart(joining, 42.0)
     ended(made, bound(4, 120, waits=12))
@@ -86,24 +85,19 @@ def test_a_peer_that_finds_one_busy_tries_another_at_once():
         assert (peer.role.sync.retrievals, peer.role.sync.skipped) == (20, 0), "who waits asks until there is one"
 
 
-def test_deadlines_grow_until_a_model_slower_than_peer_timeout_arrives():
+@pytest.mark.parametrize("model_timeout", [0.0, 60.0])
+def test_deadlines_grow_until_a_model_slower_than_peer_timeout_arrives(model_timeout: float):
     """Models take 25 s where 10 s are expected: the first pulls time out, each with a longer deadline, until one
-    succeeds."""
-    network = Network(bandwidth=4 * SIZE / 25)
-    made = world(2, network=network, policy="tau:1", iterations=400, finish="none", init="own")
+    succeeds. Where the model's size says so, it is waited for from the start."""
+    settings = {"iterations": 400, "finish": "none", "init": "own", "model_timeout": model_timeout}
+    made = world(2, network=Network(bandwidth=4 * SIZE / 25), policy="tau:1", **settings)
     ended(made, bound(2, 400, waits=4))
     for peer in made.peers.values():
-        assert 1 <= peer.role.sync.failed <= 3, "the network is still busy with what was given up"
+        failed = peer.role.sync.failed
+        assert failed == 0 if model_timeout else 1 <= failed <= 3, "the network is still busy with what was given up"
         assert peer.role.sync.retrievals >= 8
     lost = [entry for entry in made.log if "is lost" in entry.what]
     assert not lost, "a peer that is slow is not gone"
-
-
-def test_where_the_size_of_the_model_says_so_it_is_waited_for_from_the_start():
-    network = Network(bandwidth=4 * SIZE / 25)
-    made = world(2, network=network, policy="tau:1", iterations=200, finish="none", init="own", model_timeout=60.0)
-    ended(made, bound(2, 200, waits=4))
-    assert [peer.role.sync.failed for peer in made.peers.values()] == [0, 0]
 
 
 @pytest.mark.parametrize("blocking", some([False, True], False))
@@ -158,12 +152,8 @@ LARGE = {"model_timeout": 40 * TIMEOUT, "iterations": 120, "finish": "none", "bl
 @pytest.mark.fault(3)
 def test_a_silent_partner_is_waited_for_as_long_as_the_last_models_took(mode: str):
     """Once transfers were measured, the model's size no longer sets the deadline: at most peer_timeout is lost."""
-    made = LoggedWorld(0)
-    for rank in range(2):
-        policy = "never" if rank else "tau:5"
-        made.start(rank, maker(rank, 2, policy=policy, mode=mode, compute=1 + 0.001 * rank, **LARGE))
     began = {"pull": "pulls 1", "push": "pushes to 1", "pushpull": "asks 1"}[mode]
-    until(made, 0, "step 23")
+    made = until(world(2, slow={1: 1.001}, starters=[0], policy="tau:5", mode=mode, **LARGE), 0, "step 23")
     assert len(made.lines(0, began)) == 4
     peer, other = made.peers[0], made.peers[1]
     blocked = peer.blocked_seconds

@@ -10,27 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import MODES, PAIRS, PUSH, PUSH_SUM, agree, both_ways, every_exchange, every_mode, nothing_left, slow
+from modes import INTO_ONE, PAIRS, PUSH, agree, both_ways, every_exchange, every_mode, nothing_left, slow
 from property_tests import examples
 from seeds import seeds
-from toy import SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, spread, until, within, world
-from transcripts import LoggedWorld
+from toy import ITERATIONS, SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, spread, until, within, world
+from transcripts import trained_bytes
 
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Stage
 from gossipx.sim import Network, SimPeer
 from gossipx.topology import Topology
-
-
-def ring(size: int, ahead: int = 1) -> Topology:
-    """Return a graph in which each peer has one neighbour."""
-    return Topology("ring of choices", tuple(((rank + ahead) % size,) for rank in range(size)))
-
-
-def transcript(made: LoggedWorld, *words: str) -> list[str]:
-    """Return the log lines that begin with one of ``words``, with ranks."""
-    return [f"{entry.rank} {entry.what}" for entry in made.log if entry.what.startswith(words)]
-
 
 # --- pairs ------------------------------------------------------------------------------------------
 
@@ -48,18 +37,19 @@ def walking(peer: SimPeer) -> None:
     next(peer.module.parameters()).data.add_(1.0)
 
 
+def counting(size: int) -> dict[str, Any]:
+    """Return the options of pairs of such models."""
+    by_rank = {rank: {"module": whole_numbers(rank)} for rank in range(size)}
+    return {"by_rank": by_rank, "gradient_step": walking, "init": "own", "finish": "none", **PAIRS}
+
+
 @both_ways
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_an_averaged_pair_leaves_its_sum_as_it_was(size: int, blocking: bool):
     """Exactly: one gains what the other loses, so only training steps change the sum of all models."""
-    network = Network(bandwidth=4 * SIZE * 4, delay=0.05)
-    made = LoggedWorld(0, network)
-    for rank in range(size):
-        given = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none"}
-        pace = 1 + 0.07 * rank
-        options = {"policy": "random:p=0.5", "iterations": 9, "compute": pace, "blocking": blocking, **given, **PAIRS}
-        made.start(rank, maker(rank, size, **options))
-    ended(made, bound(size, 9, 2.0, waits=9))
+    network, paces = Network(bandwidth=4 * SIZE * 4, delay=0.05), {rank: 1 + 0.07 * rank for rank in range(size)}
+    options = {"policy": "random:p=0.5", "iterations": 9, "blocking": blocking, **counting(size)}
+    made = ended(world(size, network=network, slow=paces, **options), bound(size, 9, 2.0, waits=9))
     start = torch.stack([whole_numbers(rank).weight.double().flatten() for rank in range(size)])
     assert sum(peer.role.sync.retrievals for peer in made.peers.values()) >= 2 * size
     assert not torch.equal(models(made), start + 9)
@@ -68,9 +58,8 @@ def test_an_averaged_pair_leaves_its_sum_as_it_was(size: int, blocking: bool):
 
 def test_both_end_equal_where_exchanges_block():
     """The acceptor enters at a step boundary too, and both are blocked until they are equal."""
-    made = LoggedWorld(0, Network(bandwidth=4 * SIZE, delay=0.01))
-    made.start(0, maker(0, 2, policy="tau:3", iterations=4, blocking=True, init="own", **PAIRS))
-    made.start(1, maker(1, 2, policy="never", iterations=4, blocking=True, init="own", compute=1.3, **PAIRS))
+    options = {"policy": "tau:3", "iterations": 4, "blocking": True, "init": "own", **PAIRS}
+    made = world(2, network=slow(0.01), slow={1: 1.3}, starters=[0], **options)
     for rank in (0, 1):
         until(made, rank, "mixes")
     assert [entry.what for entry in made.log if entry.rank == 1][-3:] == ["step 3", "takes from 0", "mixes 0"]
@@ -86,31 +75,12 @@ def test_two_peers_that_choose_each_other_share_one_exchange():
     """The exchange of the lower rank counts, and also serves the decision of the higher one."""
     made = world(2, network=Network(bandwidth=4 * SIZE * 8), policy="tau:4", iterations=5, **PAIRS)
     made.run(4.5)
-    said = transcript(made, "asks", "takes", "mixes")[1:]  # skips the initial model of peer 1
+    exchange = ("asks", "takes", "mixes")
+    said = [f"{rank} {what}" for _, rank, what in made.log if what.startswith(exchange)][1:]  # 1 asks for the model
     assert sorted(said[:2]) == ["0 asks 1 to pair", "1 asks 0 to pair"]
     assert said[2:] == ["1 takes from 0", "0 takes from 1"]
     ended(made, bound(2, 5))
     assert [(peer.role.sync.retrievals, peer.role.sync.skipped) for peer in made.peers.values()] == [(1, 0)] * 2
-
-
-@both_ways
-@pytest.mark.parametrize("ahead", [1, -1])
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
-@pytest.mark.fault(27)
-def test_rings_of_choices(size: int, ahead: int, blocking: bool):
-    """A asks B, B asks C, ... and the last asks A, all in one moment: some form pairs, the others get Busy at
-    once."""
-    options = {"policy": "tau:1", "iterations": 6, "blocking": blocking, **PAIRS}
-    made = world(size, graph=ring(size, ahead), **options)
-    ended(made, bound(size, 6))
-    assert made.now < 6 + 1 + 2 * blocking, "nobody waits for a deadline, at most for another's step"
-    assert not any("TIMEOUT" in entry.what for entry in made.log)
-    for peer in made.peers.values():
-        sync = peer.role.sync
-        assert sync.failed == 0
-        assert sync.retrievals + sync.skipped >= 5, "each decision was served or is counted as skipped"
-    assert sum(peer.role.sync.retrievals for peer in made.peers.values()) >= 2 * 5, "one pair an iteration at least"
-    agree(made, list(range(size)))
 
 
 @examples(150)
@@ -125,7 +95,7 @@ def test_rings_of_choices(size: int, ahead: int, blocking: bool):
 )
 @pytest.mark.fault(27)
 def test_no_choices_lead_to_a_deadlock(size, seed, blocking, delay, jitter, bandwidth, data):
-    """For any graph of choices and any delays, no wait ends by timeout and no peer is blocked for ever."""
+    """For any graph of choices, as a ring in one moment, and any delays: no wait ends by timeout, no request fails."""
     others = [[other for other in range(size) if other != rank] for rank in range(size)]
     choices = tuple(tuple(sorted(data.draw(st.sets(st.sampled_from(some), min_size=1)))) for some in others)
     network = Network(bandwidth=bandwidth, delay=delay, jitter=jitter)
@@ -133,46 +103,33 @@ def test_no_choices_lead_to_a_deadlock(size, seed, blocking, delay, jitter, band
     made = world(size, seed, network, graph=Topology("any", choices), **options)
     ended(made, 200.0)  # before any deadline: 200 s, or 20 s for non-blocking offers
     assert not any("TIMEOUT" in entry.what or "no longer waiting" in entry.what for entry in made.log)
+    assert not any(peer.role.sync.failed for peer in made.peers.values())
     agree(made, list(range(size)))
 
 
 # --- faults -----------------------------------------------------------------------------------------
 
 
-def crash_in_mid_exchange(who: int, mode: dict[str, Any], blocking: bool) -> LoggedWorld:
-    """Run two peers of which only 0 starts exchanges; ``who`` crashes during the first one."""
+@every_mode
+@both_ways
+@pytest.mark.parametrize("who", [0, 1], ids=["initiator", "partner"])
+@pytest.mark.fault(1, 2)
+def test_crash_in_mid_exchange(who: int, mode: dict[str, Any], blocking: bool):
+    """No model is partly applied: the survivor's equals, bit for bit, that of training alone."""
     options = {"policy": "tau:9", "iterations": 14, "blocking": blocking, "init": "own", **mode}
-    made = LoggedWorld(0, slow())
-    made.start(0, maker(0, 2, **options))
-    made.start(1, maker(1, 2, **{**options, "policy": "never"}))
-    until(made, 1, "takes from 0")
+    begins = (1, "takes from 0") if mode else (0, "pulls 1")
+    made = until(world(2, network=slow(), starters=[0], **options), *begins)
     made.crash(who, made.now + 0.5)
     ended(made, bound(2, 14))
     assert made.fired["crash"] == 1
-    return made
-
-
-@pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
-@both_ways
-def test_crash_of_the_partner_in_mid_exchange(mode: dict[str, Any], blocking: bool):
-    """[1, 2] No model is partly applied: the survivor's equals, bit for bit, that of training alone."""
-    made = crash_in_mid_exchange(1, mode, blocking)
-    peer = made.peers[0]
-    assert (peer.role.sync.retrievals, peer.role.sync.failed) == (0, 1)
-    assert torch.equal(made.before_finish[0], alone(0, 14))
-    assert peer.role.weight == 1.0
+    survivor = made.peers[1 - who]
+    assert (survivor.role.sync.retrievals, trained_bytes(survivor)) == (0, 0)
+    if who == 1:
+        assert survivor.role.sync.failed == 1
+        assert mode or (made.fired["broken"] == 1 and made.lines(0, "has no answer of 1: UNREACHABLE"))
+    assert torch.equal(made.before_finish[1 - who], alone(1 - who, 14))
+    assert survivor.role.weight == 1.0
     assert made.now < 14 + 3 * TIMEOUT
-    nothing_left(made)
-
-
-@pytest.mark.parametrize("mode", [PUSH, PUSH_SUM, PAIRS], ids=["push", "push-sum", "pushpull"])
-@both_ways
-def test_crash_of_the_initiator_in_mid_exchange(mode: dict[str, Any], blocking: bool):
-    """[1, 2]"""
-    made = crash_in_mid_exchange(0, mode, blocking)
-    peer = made.peers[1]
-    assert peer.role.sync.retrievals == 0
-    assert torch.equal(made.before_finish[1], alone(1, 14))
     nothing_left(made)
 
 
@@ -241,16 +198,21 @@ def test_peer_whose_own_model_becomes_nan(size: int, mode: dict[str, Any], block
 @both_ways
 @pytest.mark.fault(4)
 def test_a_peer_leaves(mode: dict[str, Any], blocking: bool):
-    """It finishes its step, tells the others, and takes part in no exchange from then on."""
+    """It finishes its step and tells the others, which neither ask nor wait for it any more."""
     made = world(4, network=Network(bandwidth=4 * SIZE * 2), policy="tau:2", blocking=blocking, **mode)
     made.leave(2, 12.5)
     ended(made, bound(4, waits=2))
     assert made.lines(2)[-1] == "has left"
     left = [0, 1, 3]
     went = next(entry.time for entry in made.log if entry.what == "has left")
+    trained = max(entry.time for entry in made.log if entry.rank == 2 and entry.what.startswith("step "))
+    assert blocking or 12.5 < trained <= went
     late = [entry for entry in made.log if entry.time > went + 0.01]
-    assert not [entry for entry in late if entry.what in ("pushes to 2", "takes from 2", "asks 2 to pair")]
-    assert all(made.peers[rank].role.members.others[2].stage is Stage.LEFT for rank in left)
+    assert not [entry for entry in late if entry.what in ("pulls 2", "pushes to 2", "takes from 2", "asks 2 to pair")]
+    for rank in left:
+        assert made.lines(rank, "peer 2 has left")
+        assert made.peers[rank].role.members.others[2].stage is Stage.LEFT
+    assert blocking or made.now < ITERATIONS + 4, "nobody waits for it; models take half a second"
     agree(made, left)
 
 
@@ -267,7 +229,7 @@ def test_late_joiner_adopts_a_model_before_it_contributes(mode: dict[str, Any]):
     agree(made, [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("mode", [{}, *MODES], ids=["pull", "push", "push-sum", "pushpull"])
+@every_mode
 @both_ways
 @pytest.mark.fault(5)
 def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
@@ -291,11 +253,8 @@ def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
 @pytest.mark.fault(5)
 def test_a_partner_that_is_heard_but_cannot_be_reached_is_not_awaited_for_ever(blocking: bool):
     """The acceptor of a pair has the model when all its messages start to be lost, while the initiator's arrive."""
-    options = {"iterations": 200, "blocking": blocking, "peer_timeout": 4.0, "init": "own", **PAIRS}
-    made = LoggedWorld(0, Network(delay=0.1))
-    made.start(0, maker(0, 2, **{**options, "policy": "tau:2"}))
-    made.start(1, maker(1, 2, **{**options, "policy": "never"}))
-    until(made, 1, "takes from 0")
+    options = {"policy": "tau:2", "iterations": 200, "blocking": blocking, "peer_timeout": 4.0, "init": "own", **PAIRS}
+    made = until(world(2, network=Network(delay=0.1), starters=[0], **options), 1, "takes from 0")
     made.network.cut([1], [0], made.now + 0.15, one_way=True)
     began, done = made.now, made.peers[1].arena.step
     made.run(began + 40.0)
@@ -305,7 +264,7 @@ def test_a_partner_that_is_heard_but_cannot_be_reached_is_not_awaited_for_ever(b
     assert made.peers[1].arena.step > done + 10, "training continued"
 
 
-@every_mode
+@every_exchange
 @pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.fault(26)
 def test_lost_repeated_and_overtaking_messages(seed: int, mode: dict[str, Any]):
@@ -338,10 +297,7 @@ def test_paused_peer_comes_back(mode: dict[str, Any], blocking: bool):
 
 def test_peers_of_different_modes_train_on():
     """A configuration mistake: no exchange takes place that only one side knows, and each side logs the cause."""
-    made = LoggedWorld(0)
-    for rank, mode in enumerate([{}, PUSH, PAIRS]):
-        made.start(rank, maker(rank, 3, policy="tau:4", **mode))
-    ended(made, bound(3))
+    made = ended(world(3, by_rank=dict(enumerate([{}, PUSH, PAIRS])), policy="tau:4"), bound(3))
     assert {sender for peer in (made.peers[1], made.peers[2]) for sender in made.retrievals(peer.rank)} == set()
     agree(made, [0, 1, 2])
 
@@ -356,11 +312,8 @@ class SettleLost(Network):
 @pytest.mark.fault(26)
 def test_a_pair_that_one_side_abandons_as_training_ends_takes_effect_on_neither():
     """The acceptor does not know: it retries before it mixes, so that the sum is conserved."""
-    made = LoggedWorld(0, SettleLost(delay=0.1))
-    for rank, policy in enumerate(("tau:5", "never")):
-        options = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none", **PAIRS}
-        made.start(rank, maker(rank, 2, policy=policy, iterations=6, **options))
-    ended(made, bound(2, 6))
+    options = {"policy": "tau:5", "iterations": 6, **counting(2)}
+    made = ended(world(2, network=SettleLost(delay=0.1), starters=[0], **options), bound(2, 6))
     assert made.fired["lost"] == 1
     start = torch.stack([whole_numbers(rank).weight.double().flatten() for rank in range(2)])
     assert torch.equal(models(made), start + 6)
@@ -369,13 +322,8 @@ def test_a_pair_that_one_side_abandons_as_training_ends_takes_effect_on_neither(
 @pytest.mark.fault(8)
 def test_room_taken_by_a_failed_push_is_released():
     """A transfer that is too slow ends at its deadline on both sides, and the next push finds room."""
-    made = LoggedWorld(0, Network(bandwidth=4 * SIZE / 100))
-    made.start(
-        0, maker(0, 3, policy="tau:5", iterations=40, init="own", graph=Topology("x", ((2,), (2,), (0,))), **PUSH)
-    )
-    made.start(1, maker(1, 3, policy="never", iterations=40, init="own", **PUSH))
-    made.start(2, maker(2, 3, policy="never", iterations=40, init="own", **PUSH))
-    until(made, 2, "takes from 0")
+    options = {"graph": INTO_ONE, "policy": "tau:5", "iterations": 40, "init": "own", **PUSH}
+    made = until(world(3, network=Network(bandwidth=4 * SIZE / 100), starters=[0], **options), 2, "takes from 0")
     made.run(made.now + TIMEOUT + 0.5)
     assert made.lines(2, f"has no answer of 0: {Fault.TIMEOUT.name}")
     assert made.peers[0].role.sync.failed == 1

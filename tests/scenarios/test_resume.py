@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from toy import TIMEOUT, bound, ended, make, sgd
+from toy import TIMEOUT, Point, bound, ended, make, resume, sgd
 from transcripts import LoggedWorld
 
-from gossipx import mixing, policies, topology
 from gossipx.peer import PeerRole
 from gossipx.protocol.effects import Effect, Mix, Send
 from gossipx.protocol.events import Event, Failed, Fault, JoinRun, Mixed, Received, Replied, Restored, StepDone
@@ -24,27 +23,12 @@ from gossipx.protocol.messages import (
     SettleRequest,
     Stage,
 )
-from gossipx.settings import files
-from gossipx.sim import SimPeer
-from gossipx.sync import SyncManager
-from gossipx.topology import schedules
 
 SIZE = 5
 
 
-def role(seed: int, policy: str, schedule: str = "random", **settings: Any) -> PeerRole:
-    plan = schedules.schedule_from(schedule, topology.topology_from("full", SIZE))
-    return PeerRole(
-        0,
-        SIZE,
-        SyncManager(policies.parse(policy), seed=seed),
-        plan.topology,
-        random.Random(seed),
-        incarnation=seed,
-        mixing=mixing.mixing_from("average"),
-        settings=files.resolve({"peer_timeout": 10.0, **settings}),
-        schedule=plan,
-    )
+def role(seed: int, policy: str, schedule: str, mode: str) -> PeerRole:
+    return make(0, SIZE, seed, policy=policy, schedule=schedule, draws=seed, mode=mode).role
 
 
 def joined(made: PeerRole, resumed: bool) -> PeerRole:
@@ -110,7 +94,7 @@ class Play:
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_given_the_same_messages_it_takes_the_same_decisions(mode: str, policy: str, schedule: str) -> None:
     """A role whose state went through JSON exchanges at the same times, with the same peers and deadlines."""
-    first = joined(role(1, policy, schedule, mode=mode), True)
+    first = joined(role(1, policy, schedule, mode), True)
     play, draws = Play(first, 0), random.Random(5)
     play.steps(20, draws, faults=False)
     while first.sync.in_flight or first.pulling is not None:
@@ -120,7 +104,7 @@ def test_given_the_same_messages_it_takes_the_same_decisions(mode: str, policy: 
         json.dumps({"sync": first.sync.state_dict(), "weight": first.weight, "draws": first.training.draw_state()})
     )
 
-    again = role(2, policy, schedule, mode=mode)
+    again = role(2, policy, schedule, mode)
     assert again.handle(Restored(play.step, state["sync"], state["weight"], state["draws"]), 0.0) == []
     other = Play(joined(again, True), play.step)
     expected = play.steps(40, random.Random(6), faults=True)
@@ -137,19 +121,11 @@ DONE = 7
 """Iterations that the checkpoints of these runs have seen."""
 
 
-def start(made: LoggedWorld, rank: int, resumed: bool, at: float = 0.0, size: int = 3) -> None:
-    """Start a peer of a run that resumes; one with a checkpoint has a model of its own."""
-
-    def maker(incarnation: int) -> SimPeer:
-        peer = make(rank, size, incarnation, policy="never", finish="none")
-        peer.resumed = resumed
-        if resumed:
-            peer.module.x.data.fill_(float(rank))
-            peer.arena.set_boundary(DONE)
-            peer.role.handle(Restored(DONE, peer.role.sync.state_dict()), 0.0)
-        return peer
-
-    made.start(rank, maker, at)
+def of_a_checkpoint(rank: int, value: float) -> Point:
+    """Return a peer's model with the values of a checkpoint."""
+    module = Point(rank)
+    module.x.data.fill_(value)
+    return module
 
 
 def first_steps(made: LoggedWorld) -> dict[int, str]:
@@ -166,16 +142,16 @@ def first_steps(made: LoggedWorld) -> dict[int, str]:
 @pytest.mark.fault(37)
 def test_peers_keep_the_model_of_a_checkpoint_and_others_adopt_one(without: int, late: float) -> None:
     """Rank 0 too, even if it arrives before the peers that have one: it never starts with a new model."""
-    made = LoggedWorld(0)
-    for rank in range(3):
-        start(made, rank, resumed=rank != without, at=0.0 if rank == without else late)
+    made, options = LoggedWorld(0), {"policy": "never", "finish": "none"}
+    resume(made, without, 3, None, **options)
+    for rank in {0, 1, 2} - {without}:
+        resume(made, rank, 3, DONE, late, module=of_a_checkpoint(rank, rank), **options)
     ended(made, bound(3))
     assert first_steps(made) == dict.fromkeys(range(3), f"step {DONE + 1}")
     sender = min({0, 1, 2} - {without})
     expected = {rank: float(sender if rank == without else rank) for rank in range(3)}
     for rank, value in expected.items():
-        alone = make(rank, 3).module
-        alone.x.data.fill_(value)
+        alone = of_a_checkpoint(rank, value)
         for _ in range(made.peers[rank].iterations - DONE):
             sgd(alone)
         assert torch.equal(made.peers[rank].weights(), alone.x.detach().double()), rank
@@ -184,7 +160,7 @@ def test_peers_keep_the_model_of_a_checkpoint_and_others_adopt_one(without: int,
 def test_without_any_checkpoint_no_peer_starts() -> None:
     made = LoggedWorld(0)
     for rank in range(3):
-        start(made, rank, resumed=False)
+        resume(made, rank, 3, None)
     made.run(10 * TIMEOUT)
     assert first_steps(made) == {}
     for peer in made.peers.values():

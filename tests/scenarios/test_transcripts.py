@@ -73,10 +73,7 @@ def has_values(line: Line) -> bool:
 
 def of_two(**options: Any) -> LoggedWorld:
     """Return a world of two peers, of which only the first one begins exchanges."""
-    made = LoggedWorld(0)
-    made.start(0, toy.maker(0, 2, policy="tau:2", iterations=4, **options))
-    made.start(1, toy.maker(1, 2, policy="never", iterations=4, **options))
-    return made
+    return toy.world(2, starters=[0], policy="tau:2", iterations=4, **options)
 
 
 def step(lines: list[Line]) -> list[Line]:
@@ -121,24 +118,12 @@ def admission(lines: list[Line]) -> list[Line]:
 def resume(lines: list[Line]) -> list[Line]:
     """Peer 0 has a checkpoint of iteration 2, and peer 1 has none."""
     made = LoggedWorld(0)
-    for rank in (0, 1):
-        start(made, rank, resumed=rank == 0)
+    for rank, done in enumerate((2, None)):
+        toy.resume(made, rank, 2, done, policy="never", iterations=4)
     made.run(100.0)
     return between(
         lines, lambda line: isinstance(line[1], events.Restored), lambda line: line[0] == 0 and Resume() in line[2]
     )
-
-
-def start(made: LoggedWorld, rank: int, resumed: bool) -> None:
-    def one(incarnation: int) -> SimPeer:
-        peer = toy.make(rank, 2, incarnation, policy="never", iterations=4)
-        peer.resumed = resumed
-        if resumed:
-            peer.arena.set_boundary(2)
-            peer.role.handle(events.Restored(2, peer.role.sync.state_dict()), 0.0)
-        return peer
-
-    made.start(rank, one)
 
 
 RUNS = {run.__name__: run for run in (step, wave, server, join, admission, resume)}

@@ -1,8 +1,4 @@
-"""Waves in virtual time: a few consecutive rounds that leave all members with the mean of their
-models.
-
-Tracked models are float64, so that sums and means can be told from nearly equal ones.
-"""
+"""Waves in virtual time: a few consecutive rounds that leave all members with the mean of their models."""
 
 from __future__ import annotations
 
@@ -14,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
 from seeds import some
-from toy import SIZE, Point, before, bound, ended, models, sgd, spread, until, world
-from transcripts import LoggedWorld, trained_bytes
-from wave_worlds import EXACT, Tracked, conserved, counts, rounds_lost, start, waves
+from toy import SIZE, before, bound, ended, models, sgd, spread, until, world
+from transcripts import trained_bytes
+from wave_worlds import EXACT, Tracked, conserved, counts, exact, rounds_lost, start, waves
 
 from gossipx import policies
 from gossipx.sim import Network, SimPeer
@@ -29,10 +25,9 @@ def test_a_blocking_wave_leaves_all_with_the_exact_mean(size: int):
     """As if all models were averaged in one process every five iterations, for any number of peers; bit for bit."""
     tracked = Tracked()
     made = ended(tracked.world(size, policy="tau:5", blocking=True, iterations=15), bound(size, 15))
-    replicas = [Point(rank).double() for rank in range(size)]
-    for rank, replica in enumerate(replicas):
+    replicas = [exact(rank) for rank in range(size)]
+    for replica in replicas:
         replica.x.data.copy_(start())
-        replica.target = Point(rank).target.double()
     for _ in range(3):
         for replica in replicas:
             for _ in range(5):
@@ -59,18 +54,16 @@ def test_the_sum_of_all_models_is_kept_while_they_train(
     size: int, paces: list[float], delay: float, policy: str, blocking: bool
 ):
     """At any pace, and no matter which peer starts it: a wave only moves differences between models."""
-    tracked, made = Tracked(), LoggedWorld(0, Network(bandwidth=8 * SIZE / 0.1, delay=delay))
+    tracked, each = Tracked(), {}
     for rank, pace in enumerate(paces[:size]):
         mean = policies.parse(policy)
 
         def until_20(o: policies.Observation, mean: policies.Policy = mean, pace: float = pace) -> bool:
             return o.step * pace < 20 and mean.decide(mean.init(), o)[0]
 
-        steps = math.ceil(40 / pace)
-        tracked.start(
-            made, rank, size, policy=until_20, iterations=steps, compute=pace, blocking=blocking, peer_timeout=1e3
-        )
-    ended(made, 1e5)
+        each[rank] = {"policy": until_20, "iterations": math.ceil(40 / pace), "compute": pace}
+    network = Network(bandwidth=8 * SIZE / 0.1, delay=delay)
+    made = ended(tracked.world(size, 0, network, by_rank=each, blocking=blocking, peer_timeout=1e3), 1e5)
     assert min(counts(made)) > 0
     assert blocking or rounds_lost(made) == 0  # blocked peers are late, and some end before others start a wave
     if rounds_lost(made) == 0:
@@ -78,29 +71,24 @@ def test_the_sum_of_all_models_is_kept_while_they_train(
 
 
 def test_training_continues_during_a_wave():
-    """A model takes as long as two steps, so a wave of two rounds lasts for five; training does not wait for it."""
-    tracked = Tracked()
-    made = ended(tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=20), bound(4))
-    for peer in made.peers.values():
-        assert peer.blocked_seconds == 0 and peer.arena.step == 20
-        life = [line for line in made.lines(peer.rank) if line.startswith(("step", "meets", "takes"))]
-        assert life.index("takes the mean in") - life.index("step 10") > 5
-    conserved(made, tracked)
+    """A model takes as long as two steps, so a wave of two rounds lasts for five; training does not wait for it.
 
-
-def test_own_steps_in_a_wave_are_kept():
-    """After the wave each peer has the mean of the captured models plus its own steps since the capture."""
+    After the wave each peer has the mean of the captured models plus its own steps since the capture.
+    """
     tracked = Tracked()
-    made = tracked.world(4, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=19)
-    until(made, 0, "step 10")
+    made = until(tracked.world(4, 0, Network(bandwidth=8 * SIZE / 2), policy="tau:10", iterations=19), 0, "step 10")
     made.run(limit=made.now + 0.0005)  # less than a message takes
     captured = models(made)
-    tracked.own = {rank: torch.zeros(SIZE, dtype=torch.float64) for rank in range(4)}
+    tracked.own.clear()
     made.run(limit=made.now + 8)
-    assert [len(made.lines(rank, "takes the mean in")) for rank in range(4)] == [1] * 4
     own = torch.stack([tracked.own[rank] for rank in range(4)])
     assert own.abs().max() > 0.05
     torch.testing.assert_close(models(made), captured.mean(0) + own, **EXACT)
+    for peer in made.peers.values():
+        life = [line for line in made.lines(peer.rank) if line.startswith(("step", "meets", "takes the mean in"))]
+        assert life.count("takes the mean in") == 1
+        assert life.index("takes the mean in") - life.index("step 10") > 5
+        assert peer.blocked_seconds == 0
 
 
 @pytest.mark.parametrize("size", some(range(2, 10), 2, 5, 8))
@@ -108,15 +96,11 @@ def test_one_starts_and_all_join(size: int):
     """For any starter, including one that only sends in the first round."""
     for starter in range(size):
         tracked = Tracked()
-        made = LoggedWorld(0)
-        for rank in range(size):
-            tracked.start(made, rank, size, policy="tau:10" if rank == starter else "never", iterations=14)
-        ended(made, bound(size, 14))
+        made = ended(tracked.world(size, starters=[starter], policy="tau:10", iterations=14), bound(size, 14))
         assert all(count > 0 for count in counts(made))
         assert rounds_lost(made) == 0 and made.now < 15
-        assert {line for rank in range(size) for line in map(str, waves(made, rank))} == {"1"}
-        for peer in made.peers.values():
-            assert peer.role.sync.failed == 0
+        assert {number for rank in range(size) for number in waves(made, rank)} == {1}
+        assert not any(peer.role.sync.failed for peer in made.peers.values())
         conserved(made, tracked)
 
 
@@ -125,10 +109,7 @@ def test_waves_that_start_together_are_one(starters: tuple[int, ...]):
     """Two starters that do not meet in the first round, or all: one number, one mean, one transfer per direction."""
     size = 7 if len(starters) == 7 or 6 in starters else 4
     tracked = Tracked()
-    made = LoggedWorld(0)
-    for rank in range(size):
-        tracked.start(made, rank, size, policy="tau:10" if rank in starters else "never", iterations=14)
-    ended(made, bound(size, 14))
+    made = ended(tracked.world(size, starters=starters, policy="tau:10", iterations=14), bound(size, 14))
     assert {number for rank in range(size) for number in waves(made, rank)} == {1}
     assert counts(made) == [3, 3, 3, 2, 1, 1, 1] if size == 7 else counts(made) == [2] * 4
     conserved(made, tracked)
@@ -145,11 +126,8 @@ def test_peers_of_similar_pace_do_not_each_start_a_wave():
 
 def test_a_wave_counts_once_for_the_policy():
     """Δ_r and drift restart for all, no matter which peer started it; a policy that fires meanwhile is skipped."""
-    made = LoggedWorld(0)
-    tracked = Tracked()
-    for rank in range(2):
-        tracked.start(made, rank, 2, policy="tau:10" if rank else "tau:6", iterations=9, model_timeout=60.0)
-    until(made, 0, "step 2")
+    options = {"by_rank": {1: {"policy": "tau:10"}}, "iterations": 9, "model_timeout": 60.0}
+    made = until(Tracked().world(2, policy="tau:6", **options), 0, "step 2")
     made.network.bandwidth = 8 * SIZE / 20.0  # the wave outlasts the training
     ended(made, bound(2, 9, waits=5))
     assert waves(made, 0) == waves(made, 1) == [1]

@@ -18,6 +18,7 @@ from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
 from gossipx.protocol.effects import ReportEntry
+from gossipx.protocol.events import Restored
 from gossipx.settings import files
 from gossipx.settings.modes import Elastic
 from gossipx.sim import Network, SimPeer
@@ -146,6 +147,20 @@ def _coded(
     return Coded([one(fragment=number) for number in numbers], in_pairs)
 
 
+def resume(made: LoggedWorld, rank: int, size: int, done: int | None, at: float = 0.0, **options: Any) -> None:
+    """Start a peer of a run that resumes, from its checkpoint of iteration ``done``, or without a checkpoint."""
+
+    def one(incarnation: int) -> SimPeer:
+        peer = make(rank, size, incarnation, **options)
+        peer.resumed = done is not None
+        if done is not None:
+            peer.arena.set_boundary(done)
+            peer.role.handle(Restored(done, peer.role.sync.state_dict()), 0.0)
+        return peer
+
+    made.start(rank, one, at)
+
+
 def maker(rank: int, size: int, **options: Any) -> Callable[[int], SimPeer]:
     """Return a function from an incarnation to peer ``rank``."""
     return lambda incarnation: make(rank, size, incarnation, **options)
@@ -157,6 +172,8 @@ def world(
     network: Network | None = None,
     slow: dict[int, float] | None = None,
     absent: Iterable[int] = (),
+    starters: Iterable[int] | None = None,
+    by_rank: dict[int, dict[str, Any]] | None = None,
     **options: Any,
 ) -> LoggedWorld:
     """Return a world in which ``size`` peers start at 0.
@@ -164,11 +181,15 @@ def world(
     Args:
         slow: seconds per step, by rank.
         absent: ranks that never start.
+        starters: ranks that begin exchanges (None: all); the policy of the others is "never".
+        by_rank: options of single peers.
     """
     made = LoggedWorld(seed, network)
     for rank in set(range(size)) - set(absent):
-        pace = {"compute": (slow or {}).get(rank, options.get("compute", 1.0))}
-        made.start(rank, maker(rank, size, **{**options, **pace}))
+        own = {"compute": (slow or {}).get(rank, options.get("compute", 1.0))}
+        if starters is not None and rank not in starters:
+            own["policy"] = "never"
+        made.start(rank, maker(rank, size, **{**options, **own, **(by_rank or {}).get(rank, {})}))
     return made
 
 

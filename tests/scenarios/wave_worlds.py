@@ -6,33 +6,29 @@ The models are float64, so that sums and means can be told from nearly equal one
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from typing import Any
 
 import torch
+import toy
 from torch import Tensor
-from toy import SIZE, Point, make, models, sgd
+from toy import SIZE, Point, models, sgd
 from transcripts import LoggedWorld
 
-from gossipx.sim import Network, SimPeer
+from gossipx.sim import SimPeer
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
-NO_FINISH = {"exchange": "waves", "finish": "none"}
 
 
 class Tracked:
-    """Builds peers with a float64 model, and records the sum of each peer's own training steps."""
+    """Worlds of peers with a float64 model.
+
+    Attributes:
+        own: by rank, the sum of a peer's own training steps.
+    """
 
     def __init__(self) -> None:
-        self.own: dict[int, Tensor] = {}
-
-    def start(self, made: LoggedWorld, rank: int, size: int, at: float = 0.0, **options: Any) -> None:
-        def fresh(incarnation: int) -> SimPeer:
-            self.own[rank] = torch.zeros(SIZE, dtype=torch.float64)
-            module = Point(rank).double()
-            module.target = module.target.double()
-            return make(rank, size, incarnation, module=module, gradient_step=self.step, **{**NO_FINISH, **options})
-
-        made.start(rank, fresh, at)
+        self.own: dict[int, Tensor] = defaultdict(lambda: torch.zeros(SIZE, dtype=torch.float64))
 
     def step(self, peer: SimPeer) -> None:
         was = peer.weights()
@@ -40,17 +36,23 @@ class Tracked:
         self.own[peer.rank] += peer.weights() - was
 
     def world(
-        self, size: int, network: Network | None = None, slow: dict[int, float] | None = None, **options: Any
+        self, size: int, *rest: Any, by_rank: dict[int, dict[str, Any]] | None = None, **options: Any
     ) -> LoggedWorld:
-        made = LoggedWorld(0, network)
-        for rank in range(size):
-            self.start(made, rank, size, **{"compute": (slow or {}).get(rank, 1.0), **options})
-        return made
+        each = {rank: {"module": exact(rank), **(by_rank or {}).get(rank, {})} for rank in range(size)}
+        given = {"exchange": "waves", "finish": "none", **options}
+        return toy.world(size, *rest, by_rank=each, gradient_step=self.step, **given)
+
+
+def exact(rank: int) -> Point:
+    """Return a peer's model in float64."""
+    module = Point(rank).double()
+    module.target = module.target.double()
+    return module
 
 
 def start() -> Tensor:
     """Return the initial weights of all peers, which are peer 0's."""
-    return Point(0).double().x.detach()
+    return exact(0).x.detach()
 
 
 def conserved(made: LoggedWorld, tracked: Tracked) -> None:
