@@ -2,84 +2,70 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.sim import Network, World
-from gossipx.sim.network import Agenda, limit_of_loss
+from gossipx.sim.network import limit_of_loss
 
 
-class Clock:
-    """Actions in order of time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-
-    def at(self, time: float, action: Callable[[], None]) -> None:
-        self._due.append((time, len(self._due), action))
-
-    def run(self) -> None:
-        done: set[int] = set()
-        while left := [one for one in self._due if one[1] not in done]:
-            self.now, number, action = min(left, key=lambda one: one[:2])
-            done.add(number)
-            action()
+def idle() -> World:
+    """Return a world without peers that runs as long as actions are due."""
+    made = World(0)
+    made.start(0, lambda number: (_ for _ in ()).throw(AssertionError), at=1e9)
+    return made
 
 
 def arrivals(network: Network, transfers: list[tuple[float, int, int, float]]) -> list[float]:
     """Return when each transfer (start, sender, receiver, bytes) arrives."""
-    clock, found = Clock(), [math.nan] * len(transfers)
-    agenda: Agenda = clock
-    rng = random.Random(0)
+    made, found = idle(), [math.nan] * len(transfers)
 
     def start(number: int) -> None:
         _, sender, receiver, nbytes = transfers[number]
+        network.carry(sender, receiver, nbytes, made, random.Random(0), lambda: arrived(number))
 
-        def arrived() -> None:
-            found[number] = clock.now
-
-        network.carry(sender, receiver, nbytes, agenda, rng, arrived)
+    def arrived(number: int) -> None:
+        found[number] = made.now
 
     for number, (at, *_) in enumerate(transfers):
-        clock.at(at, lambda number=number: start(number))  # type: ignore[misc]
-    clock.run()
+        made.at(at, functools.partial(start, number))
+    made.run(1e6)
     return found
 
 
-def test_two_transfers_from_one_peer_take_twice_as_long() -> None:
-    assert arrivals(Network(bandwidth=10), [(0, 0, 1, 100), (0, 0, 2, 100)]) == [20, 20]
-    assert arrivals(Network(bandwidth=10), [(0, 0, 1, 100), (0, 2, 1, 100)]) == [20, 20]
+SITES = {"sites": [0, 0, 1, 1]}
+ACROSS = [(0, 0, 2, 100), (0, 1, 3, 100)]
 
 
-def test_a_message_occupies_its_links_besides_its_bytes() -> None:
-    """Two messages of 100 bytes take 2 s longer together, and one of 200 bytes takes 1 s longer."""
-    network = Network(bandwidth=10, per_message=1.0)
-    assert arrivals(network, [(0, 0, 1, 100), (0, 0, 2, 100), (100, 0, 1, 200)]) == [22, 22, 121]
-
-
-def test_both_directions_of_a_link_are_independent() -> None:
-    assert arrivals(Network(bandwidth=10), [(0, 0, 1, 100), (0, 1, 0, 100)]) == [10, 10]
-
-
-def test_a_transfer_speeds_up_when_another_ends() -> None:
-    """From 5 s on they share: 50 bytes are left of the first, which then takes 10 s; the second has its rest alone."""
-    assert arrivals(Network(bandwidth=10), [(0, 0, 1, 100), (5, 0, 2, 100)]) == [15, 20]
-
-
-def test_the_narrower_link_counts() -> None:
-    assert arrivals(Network(bandwidth=10, links={1: (10, 2)}), [(0, 0, 1, 100), (0, 0, 2, 100)])[0] == 50
-
-
-def test_sites_share_their_uplink() -> None:
-    network = Network(bandwidth=10, sites=[0, 0, 1, 1], uplink=10)
-    assert arrivals(network, [(0, 0, 2, 100), (0, 1, 3, 100), (0, 2, 3, 100)]) == [20, 20, 20]
-    assert arrivals(Network(bandwidth=10, sites=[0, 0, 1, 1]), [(0, 0, 2, 100), (0, 1, 3, 100)]) == [10, 10]
+@pytest.mark.parametrize(
+    ("options", "transfers", "expected"),
+    [
+        ({}, [(0, 0, 1, 100), (0, 0, 2, 100)], [20, 20]),
+        ({}, [(0, 0, 1, 100), (0, 2, 1, 100)], [20, 20]),
+        ({}, [(0, 0, 1, 100), (0, 1, 0, 100)], [10, 10]),
+        # From 5 s on they share: 50 bytes are left of the first, in 10 s; the second has its rest alone.
+        ({}, [(0, 0, 1, 100), (5, 0, 2, 100)], [15, 20]),
+        ({"links": {1: (10, 2)}}, [(0, 0, 1, 100)], [50]),
+        ({**SITES, "uplink": 10}, [*ACROSS, (0, 2, 3, 100)], [20, 20, 20]),
+        (SITES, ACROSS, [10, 10]),
+        # Two messages of 100 bytes take 2 s longer together, and one of 200 bytes takes 1 s longer.
+        ({"per_message": 1.0}, [(0, 0, 1, 100), (0, 0, 2, 100), (100, 0, 1, 200)], [22, 22, 121]),
+    ],
+    ids=[
+        *("one sender", "one receiver", "both directions", "another ends", "narrower link", "one uplink"),
+        *("wide uplinks", "time of each message"),
+    ],
+)
+def test_transfers_share_links_of_10_bytes_a_second(
+    options: dict[str, Any], transfers: list[tuple[float, int, int, float]], expected: list[float]
+) -> None:
+    assert arrivals(Network(bandwidth=10, **options), transfers) == expected
 
 
 @given(
@@ -115,10 +101,9 @@ def test_latency_between_sites_is_longer() -> None:
 
 
 def test_actions_at_one_time_keep_their_order() -> None:
-    made, seen = World(0), []
+    made, seen = idle(), []
     for number in range(5):
         made.at(1.0, lambda number=number: seen.append(number))  # type: ignore[misc]
     made.at(0.5, lambda: made.at(0.1, lambda: seen.append("late")))
-    made.start(0, lambda number: (_ for _ in ()).throw(AssertionError), at=99.0)
     made.run(limit=50)
     assert seen == ["late", 0, 1, 2, 3, 4], "an action that is past is due now"
