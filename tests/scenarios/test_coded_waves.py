@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from encoded import SPECS
+from modes import Delivered, deliveries
 from seeds import some
 from torch import Tensor
 from toy import ITERATIONS, SIZE, TIMEOUT, bound, ended, maker, models, spread, until, world
-from transcripts import LoggedWorld
 
 from gossipx import codecs
 from gossipx.codecs import decode, encoder
@@ -27,22 +26,10 @@ WAVES = {"exchange": "waves", "codec": TOPK2, "finish": "none"}
 PARSED = {spec: codecs.parse(spec) for spec in SPECS if spec != "none"}
 CHANGES = [spec for spec, codec in PARSED.items() if not codec.gradients_only]
 
-Given = list[tuple[WaveCodec, bool]]
-
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Given:
-    """Record, for each average that is sent: its codec, and whether it was sent in full."""
-    told: Given = []
-    give = WaveCodec.give
-
-    def noted(self: WaveCodec, *rest: Any) -> Any:
-        reply, source = give(self, *rest)
-        told.append((self, FULL in reply.bases))
-        return reply, source
-
-    monkeypatch.setattr(WaveCodec, "give", noted)
-    return told
+def given(monkeypatch: pytest.MonkeyPatch) -> Delivered:
+    return deliveries(monkeypatch, WaveCodec)
 
 
 def sparse_loco(size: int, waves: int, period: int) -> Tensor:
@@ -68,32 +55,32 @@ def sparse_loco(size: int, waves: int, period: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_a_wave_is_a_step_of_sparse_loco(size: int, given: Given) -> None:
+def test_a_wave_is_a_step_of_sparse_loco(size: int, given: Delivered) -> None:
     made = ended(world(size, policy="tau:4", blocking=True, iterations=12, **WAVES), bound(size, 12, waits=3))
     rows = models(made)
     assert all(torch.equal(rows[0], row) for row in rows)
     torch.testing.assert_close(rows[0].float(), sparse_loco(size, 3, 4), rtol=1e-6, atol=1e-7)
-    assert given and not any(is_whole for _, is_whole in given)
+    assert given and not any(is_whole for *_, is_whole in given)
 
 
 @pytest.mark.parametrize("spec", some(CHANGES, *CHANGES[::4]))
-def test_every_codec_of_changes(spec: str, given: Given) -> None:
+def test_every_codec_of_changes(spec: str, given: Delivered) -> None:
     made = ended(world(3, policy="tau:2", blocking=True, **{**WAVES, "codec": spec}), bound(3, waits=10))
     rows = models(made)
     assert bool(rows.isfinite().all()) and spread(rows) == 0
-    assert given and not any(is_whole for _, is_whole in given)
+    assert given and not any(is_whole for *_, is_whole in given)
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
-def test_training_goes_on_during_a_wave(fragments: int, given: Given) -> None:
+def test_training_goes_on_during_a_wave(fragments: int, given: Delivered) -> None:
     """A wave takes several steps, which are part of the next change; the finish is one of models."""
     options = {**WAVES, "finish": "consensus", "fragments": fragments, "model_timeout": 4 * TIMEOUT}
     made = ended(world(4, network=Network(bandwidth=2 * SIZE), policy="tau:5", **options), bound(4, waits=2))
-    assert given and not any(is_whole for _, is_whole in given)
+    assert given and not any(is_whole for *_, is_whole in given)
     assert spread(models(made)) < 1e-6
 
 
-def test_a_wave_without_one_partner_is_followed_by_one_of_whole_models(given: Given) -> None:
+def test_a_wave_without_one_partner_is_followed_by_one_of_whole_models(given: Delivered) -> None:
     """A crashed peer returns with the model of another: it has no reference, and all have the same one after a wave."""
     options = {**WAVES, "policy": "tau:4", "iterations": 60, "blocking": True}
     made = world(4, **options)
@@ -105,20 +92,20 @@ def test_a_wave_without_one_partner_is_followed_by_one_of_whole_models(given: Gi
     ended(made, bound(4, 60, waits=8))
     rows = models(made)
     assert all(torch.equal(rows[0], row) for row in rows)
-    wholes = [is_whole for _, is_whole in given[sent:]]
+    wholes = [is_whole for *_, is_whole in given[sent:]]
     assert any(wholes), "the peer that came back has no reference"
     assert not any(wholes[-16:]), "later waves are encoded again"
 
 
-def test_different_references_become_equal(given: Given) -> None:
+def test_different_references_become_equal(given: Delivered) -> None:
     """With models of their own at first, the first wave is one of whole models, and the next is not."""
     options = {**WAVES, "init": "own", "policy": "tau:5", "blocking": True, "iterations": 10}
     made = ended(world(4, **options), bound(4, 10, waits=2))
-    assert [is_whole for _, is_whole in given] == [True] * 8 + [False] * 8
+    assert [is_whole for *_, is_whole in given] == [True] * 8 + [False] * 8
     assert spread(models(made)) == 0
 
 
-def test_a_restored_peer_forgets_the_wave_that_it_was_in(given: Given) -> None:
+def test_a_restored_peer_forgets_the_wave_that_it_was_in(given: Delivered) -> None:
     """A change that was encoded for an abandoned wave is not lost: the error is as it was before."""
     made = world(2, policy="tau:4", network=Network(bandwidth=2 * SIZE), peer_timeout=TIMEOUT, **WAVES)
     until(made, 0, "meets 1 in round 0 of wave 1")
@@ -129,18 +116,12 @@ def test_a_restored_peer_forgets_the_wave_that_it_was_in(given: Given) -> None:
     assert not any(state.kept["error"].any() for state in codec._states), "no wave was completed"
 
 
-def _nan(peer: SimPeer) -> None:
-    with torch.no_grad():
-        peer.module.x[0] = torch.nan
-
-
 def test_a_model_with_nan_is_refused() -> None:
     def step(peer: SimPeer) -> None:
         if peer.rank == 1:
-            _nan(peer)
+            peer.module.x.data[0] = torch.nan
 
-    made: LoggedWorld = world(4, policy="tau:4", gradient_step=step, **WAVES)
-    ended(made, bound(4, waits=5))
+    made = ended(world(4, policy="tau:4", gradient_step=step, **WAVES), bound(4, waits=5))
     assert models(made, [0, 2, 3]).isfinite().all()
     assert made.peers[1].arena.step == ITERATIONS
 
@@ -152,11 +133,11 @@ def test_a_model_with_nan_is_refused() -> None:
         (lambda data: data[:-1], "are malformed"),
         (lambda data: data * 2, "are malformed"),
         (lambda data: b"", "not of the same peers"),
-        (lambda data: b"\1" + data[1:], None),
+        (lambda data: b"\1" + data[1:], ""),
     ],
     ids=["cut in a header", "cut in a frame", "twice", "none", "of another rank"],
 )
-def test_malformed_changes_are_refused(change: Callable[[bytes], bytes], told: str | None) -> None:
+def test_malformed_changes_are_refused(change: Callable[[bytes], bytes], told: str) -> None:
     arena = maker(0, 2)(0).arena
     codec = WaveCodec(codecs.parse("int8"), arena, 0, 2)
     codec.begin([torch.zeros(SIZE)])
@@ -165,7 +146,7 @@ def test_malformed_changes_are_refused(change: Callable[[bytes], bytes], told: s
     reply, source = codec.give(1, request.bases, [torch.ones(SIZE)], ModelReply(5))
     content = change(bytes(source.view))
     reply = msgspec.structs.replace(reply, sizes=(len(content),))
-    if told is None:
+    if not told:
         frames, (values, _) = codec.decoded(reply, memoryview(content))
         assert list(frames) == [1] and values.cast("B") == memoryview(torch.ones(SIZE).numpy()).cast("B")
         return
