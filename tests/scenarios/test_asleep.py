@@ -6,13 +6,15 @@ seen.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import equal, slow
+from modes import equal
+from modes import slow as slow_network
 from property_tests import examples
 from seeds import some
 from toy import TIMEOUT, until, world
@@ -30,6 +32,7 @@ EXCHANGES: list[dict[str, Any]] = [
     {"hub": HUB},
 ]
 NAMES = ["pull", "waves", "pushpull", "push-sum", "hub"]
+slow = functools.partial(slow_network, 0.01)
 LONG = 50 * TIMEOUT  # until long after the others have ended
 
 
@@ -55,7 +58,7 @@ def sleep(made: LoggedWorld, rank: int, start: float, end: float, off: bool) -> 
 @pytest.mark.parametrize("stage", ["step 4", "is AGREE", "is COMPARE", "is DONE"])
 @pytest.mark.parametrize("off", [False, True], ids=["stopped", "suspended"])
 def test_a_peer_that_sleeps_until_the_others_have_ended(stage: str, size: int, exchange: dict[str, Any], off: bool):
-    made = world(size, network=slow(0.01), policy="tau:3", iterations=4, **exchange)
+    made = world(size, network=slow(), policy="tau:3", iterations=4, **exchange)
     until(made, 1, stage)
     sleep(made, 1, made.now, made.now + LONG, off)
     assert made.run(made.now + 3 * LONG) and made.fired["pause"] == 1
@@ -72,7 +75,7 @@ def test_a_peer_that_sleeps_until_the_others_have_ended(stage: str, size: int, e
 @pytest.mark.fault(79)
 def test_a_sleeper_known_only_from_the_list_of_the_last_wave_is_not_seen_to_end():
     """Peers 0 and 1 do not hear of each other's finish; peer 2 has heard both, and names them in its round request."""
-    made = world(3, network=slow(0.01), policy="tau:3", iterations=4)
+    made = world(3, network=slow(), policy="tau:3", iterations=4)
     until(made, 1, "step 4")
     made.network.cut([1], [0], made.now, math.inf)
     until(made, 1, "is AGREE")
@@ -105,7 +108,7 @@ NAPS = st.tuples(st.integers(0, 5), st.floats(-1, 8, allow_nan=False), st.sample
     exchange=st.sampled_from(EXCHANGES),
 )
 def test_peers_that_sleep_in_the_finish_never_claim_more_than_is_true(size, seed, naps, paces, exchange):
-    made = world(size, seed, slow(0.01), dict(enumerate(paces)), policy="tau:3", iterations=4, **exchange)
+    made = world(size, seed, slow(), dict(enumerate(paces)), policy="tau:3", iterations=4, **exchange)
     until(made, 0, "step 4")
     begun, asleep = made.now, set()
     for rank, at, times, off in naps:
