@@ -25,10 +25,6 @@ def loss(made: LoggedWorld) -> float:
         return float(torch.stack([(module(x) - y).square().mean() for x, y in pairs]).mean())
 
 
-def models(made: LoggedWorld) -> Tensor:
-    return torch.stack([served.values(peer.module) for peer in made.peers.values()])
-
-
 def held(made: LoggedWorld) -> Tensor:
     """Return the servers' values, concatenated."""
     tables = [made.peers[shard].table_store.state_dict(shard)["store"]["values"] for shard in range(2)]
@@ -51,7 +47,7 @@ def test_every_codec_both_ways_under_bsp(spec: str) -> None:
     """All workers have the same model, bit for bit, with any codec."""
     made = run(push_codec=spec, pull_codec=pulled(spec))
     assert served.clocks(made) == {0: served.ITERATIONS, 1: served.ITERATIONS}
-    assert torch.equal(models(made), models(made)[0].expand(3, -1))
+    assert torch.equal(served.models(made), served.models(made)[0].expand(3, -1))
     if spec in ("none", "fp16", "bf16", "int8", "3lc:sparsity=1,residual=0.3"):
         assert loss(made) < 1.1 * loss(run())
 
@@ -62,7 +58,7 @@ def test_codecs_go_with_all_sync_models(sync: str) -> None:
     made = run(sync=sync, push_codec="int8", pull_codec="int8", slow={2: 2.5})
     assert loss(made) == pytest.approx(loss(run(sync=sync, slow={2: 2.5})), rel=0.05)
     ternary = run(sync=sync, push_codec="3lc:1.0", pull_codec="3lc:1.0", slow={2: 2.5})
-    assert bool(models(ternary).isfinite().all())
+    assert bool(served.models(ternary).isfinite().all())
 
 
 @pytest.mark.parametrize("codec", some(["3lc:1.0", "topk:ratio=0.2", "onebit"], "3lc:1.0"))
@@ -81,7 +77,7 @@ def test_a_network_that_loses_messages_changes_nothing(codec: str) -> None:
 def test_normalisation_and_small_tensors_may_stay_unencoded() -> None:
     """If ``small`` is larger than all tensors, nothing is encoded and nothing is lost."""
     made = run(push_codec="3lc:small=1000", pull_codec="3lc:small=1000")
-    torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(served.models(made), served.joined(range(3)).expand(3, -1), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("pull", some(["3lc:1.0", "localsteps:k=3"], "3lc:1.0"))
@@ -110,7 +106,7 @@ def test_new_and_returning_workers_first_receive_full_values(
         made.restart(2, 20.0)
     served.ended(made, 3000.0)
     assert bool(held(made).isfinite().all())
-    assert torch.equal(models(made), models(made)[0].expand(3, -1))
+    assert torch.equal(served.models(made), served.models(made)[0].expand(3, -1))
     bases = [base for receiver, base, _ in asked if receiver == 2]
     assert 0 < bases.count(FULL) < len(bases) / 2
     assert all(is_whole == (base == FULL) for _, base, is_whole in asked), "the server knows every base that is named"
