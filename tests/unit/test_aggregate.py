@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from summaries import summary_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -14,7 +15,6 @@ from gossipx.launch.run.display import PeerStatus
 from gossipx.launch.run.outcome import RunCurves
 from gossipx.metrics.aggregate import DIRECTORY, METRICS, Aggregate, Record
 from gossipx.metrics.board import TensorBoardRecorder
-from gossipx.metrics.summary import Summary, per_peer
 from gossipx.runtime.figures.scores import scores
 from gossipx.settings import files
 
@@ -77,21 +77,18 @@ def test_figures_of_the_final_model_are_written_for_all_peers_at_once(tmp_path: 
     curves.write(10)
     curves.add(1, accuracy((10, 0.25)))
     curves.write(10)
-    reports = [
-        {
-            "retrievals": 2,
-            "blocked_seconds": 1.0,
-            "test_accuracy": 0.25,
-            "test_accuracy_before_finish": before,
-            "test_bits_per_character": 2 * before,
-        }
-        for before in (0.125, 0.25)
-    ]
+    training = {"retrievals": 2, "blocked_seconds": 1.0, "test_accuracy": 0.25}
     serving = {"retrievals": 0, "blocked_seconds": None, "test_accuracy": 0.25}
-    about = {"name": "x", "policy": "tau:10", "codec": "none", "seed": 0, "peers": 3, "task": None, "model": None}
-    ended = {"partition": "iid", "agreed": True, "lost": [], "stopped": [], "wall_seconds": 1.0, "iterations": 10}
-    averaged = {"consensus_accuracy": None, "consensus_loss": None}
-    curves.conclude(Summary(**about, **ended, **averaged, figures=per_peer([*reports, serving])))
+    curves.conclude(
+        summary_of(
+            training,
+            training,
+            serving,
+            iterations=10,
+            test_accuracy_before_finish=[0.125, 0.25, None],
+            test_bits_per_character=[0.25, 0.5, None],
+        )
+    )
     curves.close()
     found = read(tmp_path)
     assert found["mean/test/accuracy"] == [(10, 0.625), (10, 0.1875)]

@@ -48,37 +48,20 @@ def one_line(result: Result, code: int = 2) -> str:
 
 def summary(name: str, retrievals: float, **others: object) -> Summary:
     """Return the summary of two peers, the second of which is lost."""
-    values = {key: [1.0, None] for key in PER_PEER}
-    return summary_of(
-        **{
-            **values,
-            "name": name,
-            "policy": "tau:period=10",
-            "codec": "none",
-            "seed": 0,
-            "peers": 2,
-            "task": "fashion-mnist",
-            "model": "lenet",
-            "partition": "iid",
-            "iterations": 300,
-            "retrievals": [retrievals, None],
-            "delayed_pulls": [7, None],
-            "bytes_received": [2_000_000, None],
-            "finish_bytes": [250_000, None],
-            "test_accuracy": [0.75, None],
-            "consensus_accuracy": 0.8125,
-            "test_loss": [None, None],
-            "test_loss_before_finish": [None, None],
-            "consensus_loss": None,
-            "train_seconds": [10.0, None],
-            "blocked_seconds": [0.5, None],
-            "agreed": True,
-            "lost": ["localhost:29401"],
-            "stopped": [],
-            "wall_seconds": 12.34,
-            **others,
-        }
-    )
+    report = {
+        **dict.fromkeys(PER_PEER, 1.0),
+        "retrievals": retrievals,
+        "delayed_pulls": 7,
+        "bytes_received": 2_000_000,
+        "finish_bytes": 250_000,
+        "test_accuracy": 0.75,
+        "test_loss": None,
+        "test_loss_before_finish": None,
+        "train_seconds": 10.0,
+        "blocked_seconds": 0.5,
+    }
+    ended = {"consensus_accuracy": 0.8125, "consensus_loss": None, "wall_seconds": 12.34}
+    return summary_of(report, None, name=name, **{**ended, **others})
 
 
 def write(directory: Path, *summaries: Summary) -> list[str]:

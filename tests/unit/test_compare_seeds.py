@@ -11,17 +11,15 @@ from summaries import summary_of
 
 from gossipx.metrics.compare import Row, compare
 from gossipx.metrics.intervals import estimate, student_t
-from gossipx.metrics.summary import Summary, per_peer
+from gossipx.metrics.summary import Summary
 
 
 def run(policy: str, seed: int, accuracy: float | None, retrievals: float = 30, **others: object) -> Summary:
     """Return the summary of a run of one peer."""
     report = {"retrievals": retrievals, "bytes_received": 4e6, "blocked_seconds": 1.0, "train_seconds": 10.0}
-    setting = {"codec": "none", "peers": 1, "task": "mnist", "model": "lenet", "partition": "iid", "iterations": 300}
-    ended = {"agreed": True, "lost": [], "stopped": [], "wall_seconds": 12.5}
-    averaged = {"consensus_accuracy": None, "consensus_loss": None}
-    values = {"name": f"{policy.partition(':')[0]}-seed{seed}", "policy": policy, "seed": seed, **setting, **ended}
-    return summary_of(**{**values, **averaged, **per_peer([{**report, "test_accuracy": accuracy}]), **others})
+    name = f"{policy.partition(':')[0]}-seed{seed}"
+    values = {"name": name, "policy": policy, "seed": seed, "consensus_accuracy": None, "consensus_loss": None}
+    return summary_of({**report, "test_accuracy": accuracy}, **{**values, **others})
 
 
 def names(rows: list[Row]) -> list[tuple[str, tuple[int, ...]]]:

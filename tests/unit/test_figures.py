@@ -23,27 +23,9 @@ from gossipx.runtime.figures.measured import Figures
 from gossipx.runtime.figures.reporting import Reporter
 from gossipx.tools import recorded
 
-ENDED: dict[str, Any] = {
-    "name": "mine",
-    "policy": "tau:10",
-    "codec": "none",
-    "seed": 0,
-    "peers": 2,
-    "task": None,
-    "model": None,
-    "partition": "iid",
-    "iterations": 9,
-    "consensus_accuracy": None,
-    "consensus_loss": None,
-    "agreed": None,
-    "lost": [],
-    "stopped": [],
-    "wall_seconds": 1.0,
-}
-
 
 def ended(**figures: list[float | None]) -> summary.Summary:
-    return summary_of(**ENDED, **{name: figures.get(name, [0, 0]) for name in PER_PEER})
+    return summary_of(*[dict.fromkeys(PER_PEER, 0)] * 2, **figures)
 
 
 def test_each_place_shows_a_name_once() -> None:

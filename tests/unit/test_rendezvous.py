@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from ports import free_ports
+from summaries import summary_of
 from torch.distributed import TCPStore
 
 from gossipx.checkpoint import pack
@@ -491,10 +492,7 @@ def test_a_summary_that_cannot_be_locked_is_written_and_told(
 
 
 def figures(lost: list[str]) -> Summary:
-    told = {"name": "x", "policy": "never", "codec": "none", "seed": 0, "peers": 2, "task": None, "model": None}
-    averaged = {"consensus_accuracy": None, "consensus_loss": None}
-    more = {"partition": "iid", "iterations": 1, **averaged, "lost": lost, "stopped": []}
-    return Summary(**told, **more, figures=summary.per_peer([None, None]), agreed=None, wall_seconds=1.0)
+    return summary_of(None, None, lost=lost)
 
 
 @pytest.mark.parametrize(
