@@ -131,27 +131,12 @@ def test_no_chart_mixes_tags_with_a_common_beginning() -> None:
         assert f"{pattern}$" in patterns and pattern not in patterns
 
 
-def test_the_page_has_charts_of_a_hub_or_of_servers_where_the_run_has_them(tmp_path: Path) -> None:
-    TensorBoardRecorder(tmp_path, [WHOLE, SERVERS]).close()
-    page = page_of(recorded(tmp_path))
-    assert list(page) == [WHOLE, SERVERS]
-    assert ["server/clock/"] in page[SERVERS].values()
-
-
-def test_the_page_of_a_run_on_text_has_no_charts_of_accuracy(tmp_path: Path) -> None:
-    TensorBoardRecorder(tmp_path, [WHOLE, TEXT, PEERS]).close()
-    page = page_of(recorded(tmp_path))
-    tags = [tag for charts in page.values() for chart in charts.values() for tag in chart]
+def test_the_page_has_the_charts_that_suit_the_run(tmp_path: Path) -> None:
+    """Those of a hub or of servers where there are some, and no accuracy of a run on text."""
+    for name, parts in {"served": [WHOLE, SERVERS], "text": [WHOLE, TEXT, PEERS]}.items():
+        TensorBoardRecorder(tmp_path / name, parts).close()
+    served, text = (page_of(recorded(tmp_path / name)) for name in ("served", "text"))
+    assert list(served) == [WHOLE, SERVERS] and ["server/clock/"] in served[SERVERS].values()
+    tags = [tag for charts in text.values() for chart in charts.values() for tag in chart]
     assert "mean/test/bits_per_character$" in tags and "mean/test/loss$" in tags
     assert not [tag for tag in tags if "accuracy" in tag]
-
-
-def test_close_flushes_the_records(tmp_path: Path) -> None:
-    recorder = TensorBoardRecorder(tmp_path)
-    for step in range(1000):
-        recorder.scalar("sync/retrievals", step, step)
-    recorder.close()
-    # By default the accumulator keeps only a sample of these.
-    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
-    events.Reload()
-    assert [one.step for one in events.Scalars("sync/retrievals")] == list(range(1000))

@@ -9,7 +9,7 @@ import pytest
 from gossipx.errors import UsageError
 from gossipx.settings import files
 from gossipx.settings.sections import RunConfig
-from gossipx.tools.tune import CANDIDATES, Measured, Tuned, check_target, choose, write
+from gossipx.tools.tune import CANDIDATES, Measured, Tuned, choose, write
 
 
 def measured(*exchange_seconds: float, step_seconds: float = 0.1) -> list[Measured]:
@@ -78,14 +78,3 @@ def test_the_file_has_the_chosen_settings_and_those_given(tmp_path: Path) -> Non
     assert found.given == {"peers", "batch_size", *chosen}
     with pytest.raises(UsageError, match="the file exists"):
         write(Tuned([], chosen, "", True), RunConfig(), target)
-
-
-@pytest.mark.parametrize(
-    ("name", "told"), [("run.toml", "the file exists"), ("nowhere/run.toml", "in an existing directory")]
-)
-def test_a_target_that_cannot_be_written_is_refused_before_anything_is_measured(
-    tmp_path: Path, name: str, told: str
-) -> None:
-    (tmp_path / "run.toml").touch()
-    with pytest.raises(UsageError, match=told):
-        check_target(tmp_path / name)
