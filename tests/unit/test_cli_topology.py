@@ -73,9 +73,8 @@ def test_check_prints_a_table_and_warns() -> None:
         "rounds until models are equal to 0.001",
     ):
         assert part in result.stdout
-    assert result.stderr == (
-        "warning: a one-peer exponential schedule averages exactly only with base 2 and 2^k peers\n"
-    )
+    told = "warning: a one-peer exponential schedule averages exactly only with base 2 and 2^k peers\n"
+    assert result.stderr == told
     assert gossipx("topology", "check", "exponential", "--size", "8", "--schedule", "one-peer").stderr == ""
 
 
@@ -106,17 +105,13 @@ def test_check_fails_for_a_graph_that_a_run_would_refuse(place: Path) -> None:
         (("show", "ring"), "topology 'ring' has no fixed number of peers: give one (--size N)"),
         (("show", "ring:4"), "'ring' takes no keys; give the number of peers apart: ring --size 4"),
         (("check", "torus:3x3"), "'torus' takes no keys; give the number of peers apart: torus --size N"),
-        (("show", "regular:3"), "topology 'regular:3' has no fixed number of peers: give one (--size N)"),
         (("show", "none/x.toml"), "none/x.toml: no such topology file"),
-        (("show", "ring", "--size", "0"), "'--size': 0 is not in the range"),
         (("show", "hypercube", "--size", "9" * 30), "is not in the range 1<=x<=65536"),
-        (("check", "petersen-10", "--size", "8"), "petersen-10.toml: its graph has 10 nodes and the run 8 peers"),
         (("check", "petersen-10", "--size", "8"), "(gossipx topology: --size 10), or another --topology"),
         (("check", "full", "--size", "60000"), "--size 60000: at most 1024 peers can be checked"),
         (("check", "ring", "--size", "4", "--schedule", "onepeer"), "unknown schedule 'onepeer'"),
         (("check", "ring", "--size", "4", "--weights", "metropolitan"), "'uniform', 'metropolis'"),
         (("check", "kautz-12", "--weights", "metropolis"), "needs an undirected graph"),
-        (("check", "ring", "--size", "4", "--tolerance", "0"), "--tolerance"),
         (("check", "ring", "--size", "4", "--tolerance", "nan"), "'--tolerance': nan is not in the range 0<x<1"),
     ],
 )
@@ -134,10 +129,7 @@ def test_a_graph_too_large_to_check_is_refused_and_can_be_shown(place: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (
-            ("--topology", "petersen-10"),
-            "petersen-10.toml: its graph has 10 nodes and the run 2 peers: give a hosts file of 10 peers",
-        ),
+        (("--topology", "petersen-10"), "its graph has 10 nodes and the run 3 peers: give a hosts file of 10 peers"),
         (("--topology", "small-world:degree=3"), "degree must be even"),
         (("--schedule", "sometimes"), "unknown schedule 'sometimes'"),
         (("--topology", "directed.toml", "--weights", "metropolis"), "needs an undirected graph"),
@@ -145,10 +137,8 @@ def test_a_graph_too_large_to_check_is_refused_and_can_be_shown(place: Path) -> 
     ],
 )
 def test_a_run_refuses_them_before_it_starts(place: Path, arguments: tuple[str, ...], told: str) -> None:
-    (place / "hosts.txt").write_text("localhost slots=2\n")
+    (place / "hosts.txt").write_text("localhost slots=3\n")
     (place / "bad.edges").write_text("a b\n")
     (place / "directed.toml").write_text("directed = true\nedges = [[0, 1], [1, 2], [2, 0]]\n")
-    (place / "three.txt").write_text("localhost slots=3\n")
-    hosts = "three.txt" if "directed.toml" in arguments else "hosts.txt"
-    assert told in refused("run", "--peers", hosts, *arguments)
+    assert told in refused("run", "--peers", "hosts.txt", *arguments)
     assert not (place / "runs").exists()

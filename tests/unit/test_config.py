@@ -173,9 +173,11 @@ def test_a_list_on_the_command_line_has_commas(given: str, expected: tuple[float
 
 
 def test_the_command_line_overrides_the_file_and_the_file_overrides_the_default(tmp_path: Path) -> None:
-    file = load(written(tmp_path, '[run]\nseed = 1\niterations = 5\n[sync]\npolicy = "tau:10"\n[task]\nlr_steps=[0.1]'))
-    config = resolve(file, {"seed": 2, "iterations": None, "lr_steps": "0.9"})
-    assert config.run.seed == 2
+    """Also by a value that is the default, or false."""
+    text = '[run]\nseed = 1\niterations = 5\n[sync]\npolicy = "tau:10"\nblocking = true\n[task]\nlr_steps=[0.1]'
+    file = load(written(tmp_path, text))
+    config = resolve(file, {"seed": 0, "iterations": None, "lr_steps": "0.9", "blocking": False})
+    assert config.run.seed == KEYS["seed"].default == 0 and config.values["blocking"] is False
     assert config.run.iterations == 5
     assert config.decides == "tau:10"
     assert config.task.lr_steps == (0.9,)
@@ -192,12 +194,6 @@ def test_a_preset_overrides_the_file_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(dump(found))
     again = resolve(load(tmp_path / "config.toml"), {"policy": "tau:5"})
     assert (again.decides, again.values["blocking"], again.sync.finish) == ("tau:5", True, "consensus")
-
-
-def test_a_given_value_applies_even_if_it_is_the_default_or_false(tmp_path: Path) -> None:
-    file = load(written(tmp_path, "[run]\nseed = 1\n[sync]\nblocking = true"))
-    config = resolve(file, {"seed": 0, "blocking": False})
-    assert config.run.seed == 0 and config.values["blocking"] is False
 
 
 # --- what is refused ----------------------------------------------------------------------------------
@@ -217,30 +213,21 @@ def test_a_given_value_applies_even_if_it_is_the_default_or_false(tmp_path: Path
         ("[run]\nsede = 3\n", "2", ["unknown setting 'sede' in [run]", "did you mean 'seed'?"]),
         ("[run]\nseed = 1\n[run.deeper]\nx = 1\n", "3", ["unknown setting 'deeper' in [run]"]),
         ("[run]\nname = 'a'\n# policy\npolicy = 'never'\n", "4", ["unknown setting 'policy' in [run]", "[sync]"]),
-        ("[sync]\nseed = 1\n[run]\n\nmomentum = 1\n", "2", ["unknown setting 'seed' in [sync]", "[run]"]),
         # Wrong types.
         ("[run]\nseed = 'one'\n", "2", ["seed is not an integer: 'one'"]),
-        ("[run]\nseed = 1.5\n", "2", ["seed is not an integer: 1.5"]),
         ("[run]\nseed = true\n", "2", ["seed is not an integer: True"]),
-        ("[run]\nseed = [1]\n", "2", ["seed is not an integer: [1]"]),
         ("[run]\nname = 5\n", "2", ["name is not text: 5"]),
         ("[run]\noverwrite = 1\n", "2", ["overwrite is not true or false: 1"]),
-        ("[run]\noverwrite = 'yes'\n", "2", ["overwrite is not true or false: 'yes'"]),
         ("[exchange]\npeer_timeout = 'long'\n", "2", ["peer_timeout is not a number: 'long'"]),
-        ("[exchange]\npeer_timeout = 1979-05-27\n", "2", ["peer_timeout is not a number"]),
         (f"[exchange]\npeer_timeout = 1{'0' * 400}\n", "2", ["peer_timeout is not a number"]),
         ("[task]\nlr_steps = 0.5\n", "2", ["lr_steps is not a list of numbers: 0.5"]),
         ("[task]\nlr_steps = [0.5, 'x']\n", "2", ["lr_steps is not a number: 'x'"]),
-        ("[task]\nlr_steps = [true]\n", "2", ["lr_steps is not a number: True"]),
         # Choices and least values.
         ("[sync]\nfinish = 'consenus'\n", "2", ["finish is 'consenus'", "consensus, none"]),
-        ("[sync]\ninit = 'all'\n", "2", ["init is 'all'", "first, own"]),
         ("[sync]\n'buffers' = ''\n", "2", ["buffers is ''", "mix, local"]),
         ("[run]\n\n  iterations = 0\n", "3", ["iterations is 0: at least 1"]),
-        ("[run]\nseed = -1\n", "2", ["seed is -1: at least 0"]),
         ("[exchange]\npeer_timeout = 0.05\n", "2", ["peer_timeout is 0.05: at least 0.1"]),
         ("[exchange]\npeer_timeout = nan\n", "2", ["peer_timeout is nan: at least 0.1"]),
-        ("[task]\nmomentum = -0.5\n", "2", ["momentum is -0.5: at least 0"]),
         ("[task]\nbase_lr = inf\n", "2", ["base_lr is inf: a finite number"]),
         ("[task]\nlr_steps = [0.5, 7]\n", "2", ["lr_steps is 7.0: at most 1"]),
         (f"# mine\n[run]\niterations = 1{'0' * 5000}\n", "3", ["a number has too many digits"]),
@@ -252,9 +239,7 @@ def test_a_given_value_applies_even_if_it_is_the_default_or_false(tmp_path: Path
         ("# mine\nsnyc.policy = 'never'\n", "2", ["unknown table 'snyc'"]),
         # Not TOML.
         ("[run]\nseed = \n", "2", ["not TOML"]),
-        ("[run]\nseed = 1\nseed = 2\n", "3", ["not TOML"]),
         ("[run]\nname = 'a'\nlogdir = \"open", "3", ["not TOML"]),
-        ("[run]\n[sync]\n[run]\n", "3", ["not TOML"]),
     ],
 )
 def test_an_error_in_the_file_is_reported_with_its_line(tmp_path: Path, text: str, line: str, parts: list[str]) -> None:
