@@ -153,12 +153,7 @@ def test_peers_of_this_machine_and_of_others(place: Path) -> None:
     (place / "secret").chmod(0o600)
     settings = {"advertise": "10.0.0.1", "bind": "0.0.0.0", "secret_file": "secret", "topology": "ring"}
     found = look(hosts="two.txt", link="100mbit", policy="tau:10", iterations=1000, **settings)
-    assert [(peer.name, peer.here) for peer in found.peers] == [
-        ("a-0", True),
-        ("a-1", True),
-        ("b-0", False),
-        ("b-1", False),
-    ]
+    assert {peer.name: peer.here for peer in found.peers} == {"a-0": True, "a-1": True, "b-0": False, "b-1": False}
     (row,) = found.traffic
     assert row.exchanges == 100 and row.received_bytes == 100 * LENET
     # Each of a machine's two peers pulls from the other machine about every second time: one model per round each way.
@@ -194,7 +189,7 @@ def test_a_policy_is_compared_with_the_reference(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "finish"),
+    ("settings", "models"),
     [
         ({}, 2.0),
         ({"finish": "none"}, 0.0),
@@ -203,9 +198,9 @@ def test_a_policy_is_compared_with_the_reference(place: Path) -> None:
         ({"servers": "1"}, None),
     ],
 )
-def test_the_finish_is_an_agreement_or_the_centre(place: Path, settings: dict[str, Any], finish: float | None) -> None:
+def test_the_finish_is_an_agreement_or_the_centre(place: Path, settings: dict[str, Any], models: float | None) -> None:
     found = look(iterations=20, **settings)
-    assert found.finish_bytes == (None if finish is None else finish * LENET)
+    assert found.finish_bytes == (None if models is None else models * LENET)
     assert found.start_bytes == LENET
 
 

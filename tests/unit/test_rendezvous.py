@@ -176,22 +176,12 @@ def peer_info(host: str, reached: str, port: int = 5000, advertised: bool = Fals
 
 def test_a_process_on_rank_0s_machine_has_the_address_by_which_others_reached_rank_0() -> None:
     """For example, if /etc/hosts maps a machine's own name to 127.0.1.1."""
-    infos = [
-        peer_info("127.0.0.1", "127.0.1.1", 5001),
-        peer_info("127.0.0.1", "127.0.1.1", 5002),
-        peer_info("10.0.0.2", "10.0.0.1", 5003),
-    ]
-    assert [(line.host, line.port) for line in lines_of(text_of(infos))] == [
-        ("10.0.0.1", 5001),
-        ("10.0.0.1", 5002),
-        ("10.0.0.2", 5003),
-    ]
-    there = [
-        peer_info("fd00::1", "fd00::1"),
-        peer_info("fd00::2", "fd00::1"),
-        peer_info("nat.example.org", "fd00::1", advertised=True),
-    ]
-    assert [line.host for line in lines_of(text_of(there))] == ["fd00::1", "fd00::2", "nat.example.org"]
+    here = [peer_info("127.0.0.1", "127.0.1.1", port) for port in (5001, 5002)]
+    lines = lines_of(text_of([*here, peer_info("10.0.0.2", "10.0.0.1", 5003)]))
+    assert [(line.host, line.port) for line in lines] == [("10.0.0.1", 5001), ("10.0.0.1", 5002), ("10.0.0.2", 5003)]
+    there = [peer_info("fd00::1", "fd00::1"), peer_info("fd00::2", "fd00::1")]
+    named = peer_info("nat.example.org", "fd00::1", advertised=True)
+    assert [line.host for line in lines_of(text_of([*there, named]))] == ["fd00::1", "fd00::2", "nat.example.org"]
     here = [peer_info("127.0.0.1", "127.0.0.1", 5001), peer_info("127.0.0.1", "127.0.0.1", 5002)]
     assert {line.host for line in lines_of(text_of(here))} == {"127.0.0.1"}
     assert len(peers_digest(lines_of(text_of(here)))) == 64
@@ -507,12 +497,8 @@ def figures(lost: list[str]) -> Summary:
     ],
 )
 def test_a_gpu_each_in_turn(
-    world: LaunchWorld,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    local_rank: int | None,
-    gpus: int,
-    device: str | None,
+    monkeypatch: pytest.MonkeyPatch, name: str, local_rank: int | None, gpus: int, device: str | None
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert multi_process._device(name, replace(world, local_rank=local_rank)) == device
+    world = LaunchWorld(0, 3, local_rank, True, None, 29500, False, "test", "srun", "SLURM_NODELIST")
+    assert multi_process._device(name, world) == device
