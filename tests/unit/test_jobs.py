@@ -92,6 +92,9 @@ def test_arguments_come_to_the_container_as_they_are(text: str) -> None:
     assert re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "replaced", given) == text
 
 
+IN_PODS = ["kubernetes", "--peers", "2", "--image", "x"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
@@ -104,25 +107,18 @@ def test_arguments_come_to_the_container_as_they_are(text: str) -> None:
         (["slurm", "--nodes", "60000", "--peers-per-node", "1024"], "are 61440000 peers: at most 65536"),
         (["slurm", "--time", "١٢"], "--time"),
         (["slurm", "--name", "é"], "--name 'é'"),
-        (
-            ["slurm", "--nodes", "2", "--", "--bind", "127.0.0.1"],
-            "--bind 127.0.0.1 is not reachable from other machines",
-        ),
+        (["slurm", "--nodes", "2", "--", "--bind", "127.0.0.1"], "--bind 127.0.0.1 is not reachable from other mach"),
         (["slurm", "--nodes", "2", "--", "--bind", "10.0.0.1"], "--bind 10.0.0.1 is one machine's address"),
         (["slurm", "--nodes", "2", "--", "--advertise", "n1"], "--advertise n1 is one machine's address"),
-        (
-            ["kubernetes", "--peers", "2", "--image", "x", "--", "--advertise", "n1"],
-            "--advertise n1 is one machine's address",
-        ),
         (["slurm", "--", "--dry-run"], "--dry-run has no use in a job"),
         (["slurm", "--nodes", "2", "--", "--min-peers", "9"], "--min-peers 9 is more than the 2 peers"),
-        (["kubernetes", "--peers", "2", "--image", "x y"], "--image 'x y'"),
-        (["kubernetes", "--peers", "2", "--image", ""], "--image ''"),
-        (["kubernetes", "--peers", "2", "--image", "x", "--claim", "Bad!"], "--claim 'Bad!'"),
-        (["kubernetes", "--peers", "2", "--image", "x", "--claim", "c", "--", "--logdir", "here"], "--logdir here"),
         (["kubernetes", "--image", "x"], "--peers"),
-        (["kubernetes", "--peers", "2", "--image", "x", "--name", "A_b"], "--name 'A_b': at most 61 lowercase letters"),
-        (["kubernetes", "--peers", "2", "--image", "x", "--name", "a" * 62], "--name"),
+        (["kubernetes", "--peers", "2", "--image", "x y"], "--image 'x y'"),
+        ([*IN_PODS, "--", "--advertise", "n1"], "--advertise n1 is one machine's address"),
+        ([*IN_PODS, "--claim", "Bad!"], "--claim 'Bad!'"),
+        ([*IN_PODS, "--claim", "c", "--", "--logdir", "here"], "--logdir here"),
+        ([*IN_PODS, "--name", "A_b"], "--name 'A_b': at most 61 lowercase letters"),
+        ([*IN_PODS, "--name", "a" * 62], "--name"),
     ],
 )
 def test_invalid_options_are_refused(arguments: list[str], cause: str) -> None:

@@ -1,15 +1,53 @@
-"""bin/bench compression: its file of completed runs, and its tables."""
+"""Benchmarks: their arithmetic, bin/bench compression's file of completed runs and tables, and what is compared."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from _bench.cached_runs import CachedRuns
 from _bench.cli import Given
+from _bench.tables import interval
+from torch import Tensor
+
+from gossipx import codecs
+
+
+def test_the_intervals_of_five_seeds_and_of_a_median(benches: Path) -> None:
+    """By hand: mean 3, standard deviation √2.5, t = 2.776; and the ranks that are 1.96 deviations of 5 away."""
+    assert interval([1, 2, 3, 4, 5]) == pytest.approx(2.776 * math.sqrt(2.5 / 5))
+    assert interval([4.0, 4.0, 4.0]) == 0
+    assert math.isnan(interval([1.0]))
+    assert importlib.import_module("overhead").interval([float(value) for value in range(100)]) == (40, 60)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_int8_of_torch_operations_does_the_same_work(benches: Path, whole: bool) -> None:
+    """Its codes are ours, and add up to the input with the error."""
+    speed = SimpleNamespace(**runpy.run_path(str(benches / "codecs.py")))
+    case = speed.Case.of(speed.drawn(5120, 0.1), 2 * 5120)
+    case.turn(0)
+    left = torch.full_like(case.x, 0.1)
+    theirs = speed.TorchInt8(case, left, whole)
+
+    def decoded() -> Tensor:
+        return torch.cat([levels * scale for scale, levels in theirs.codes])
+
+    theirs.works()[speed.FED]()
+    assert torch.allclose(decoded() + left, case.x + 0.1, atol=1e-4)
+    theirs.works()[speed.ENCODE]()
+    x, ours = case.x[:5120], codecs.parse("int8")
+    assert torch.allclose(codecs.decode(ours.encode(x, ours.init(x))[0]), decoded()[:5120])
+
+
+# --- bin/bench compression ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +60,15 @@ def work(job: dict[str, Any]) -> int:
 
 
 def test_a_completed_run_is_not_repeated(tmp_path: Path) -> None:
-    file, done = tmp_path / "kept", []
+    done = []
 
     def counted(job: dict[str, Any]) -> int:
         done.append(job["n"])
         return work(job)
 
     jobs = [{"n": n} for n in range(4)]
-    CachedRuns(file).complete(jobs[:2], counted, 1)
-    again = CachedRuns(file)
+    CachedRuns(tmp_path / "kept").complete(jobs[:2], counted, 1)
+    again = CachedRuns(tmp_path / "kept")
     again.complete(jobs, counted, 1)
     assert done == [0, 1, 2, 3]
     assert [again[job] for job in jobs] == [0, 10, 20, 30]
