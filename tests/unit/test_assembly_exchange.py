@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import queue
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -52,14 +52,12 @@ VALUES = 25_000
 NOW = 100.0
 
 
-class Make(Protocol):
-    """Builds a training peer without starting it."""
-
-    def __call__(self, rank: int = 0, **settings: Any) -> Peer: ...
+Make = Callable[..., Peer]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
+    """Builds a training peer without starting it."""
     addresses = [Address("127.0.0.1", 1)] * SIZE
     names = tuple(f"peer-{rank}" for rank in range(SIZE))
 
@@ -82,21 +80,22 @@ def answers(peer: Peer, *requests: Request) -> list[Answer]:
     return [effect for some in effects for effect in some if isinstance(effect, Answer)]
 
 
-def kinds(found: list[Answer]) -> list[type[Reply]]:
-    return [type(answer.reply) for answer in found]
-
-
-@pytest.mark.parametrize(("settings", "most"), [({}, 4), ({"max_served": 2}, 2), ({"max_served": 6}, 6)])
-def test_the_number_of_pulls_served_at_once(make: Make, settings: dict[str, Any], most: int) -> None:
-    pulls = [PullRequest(1, 30.0)] * 7
-    assert kinds(answers(make(**settings), *pulls)) == [ModelReply] * most + [BusyReply] * (7 - most)
-
-
-@pytest.mark.parametrize(("settings", "most"), [({}, 1), ({"max_pushes": 3}, 3)])
-def test_the_number_of_pushes_accepted_at_once(make: Make, settings: dict[str, Any], most: int) -> None:
-    pushes = [PushRequest(7, 1)] * 5
-    found = kinds(answers(make(mode="push", **settings), *pushes))
-    assert found == [AcceptReply] * most + [BusyReply] * (5 - most)
+@pytest.mark.parametrize(
+    ("request_", "settings", "most"),
+    [
+        (PullRequest(1, 30.0), {}, 4),
+        (PullRequest(1, 30.0), {"max_served": 2}, 2),
+        (PullRequest(1, 30.0), {"max_served": 6}, 6),
+        (PushRequest(7, 1), {"mode": "push"}, 1),
+        (PushRequest(7, 1), {"mode": "push", "max_pushes": 3}, 3),
+    ],
+)
+def test_the_number_of_requests_served_at_once(
+    make: Make, request_: Request, settings: dict[str, Any], most: int
+) -> None:
+    found = [type(answer.reply) for answer in answers(make(**settings), *[request_] * 7)]
+    served = ModelReply if isinstance(request_, PullRequest) else AcceptReply
+    assert found == [served] * most + [BusyReply] * (7 - most)
 
 
 @pytest.mark.parametrize(

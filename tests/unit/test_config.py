@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -39,37 +40,27 @@ def refusal(tmp_path: Path, text: str) -> tuple[str, str]:
     return line, rest
 
 
-@pytest.mark.parametrize(("given", "held"), [(500, "500"), ("500", "500"), ("60s", "60s"), (0, "0")])
-def test_an_interval_may_be_given_as_a_number_where_that_has_a_type(tmp_path: Path, given: Any, held: str) -> None:
-    assert resolve({"checkpoint_every": given}).run.checkpoint_every == held
-    spelt = given if isinstance(given, int) else f'"{given}"'
-    file = written(tmp_path, f"[run]\ncheckpoint_every = {spelt}\n")
-    assert resolve(load(file)).run.checkpoint_every == held
-
-
-@pytest.mark.parametrize("given", [True, 1.5, "often", "5m", -3])
-def test_an_invalid_interval_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"checkpoint-every is not text|is not an interval"):
-        resolve({"checkpoint_every": given})
-
-
-PEERS_GIVEN = [
-    ("hub", 0, "0", "0"),
-    ("hub", "node-a", '"node-a"', "node-a"),
-    ("servers", 0, "0", "0"),
-    ("servers", [0, 1], "[0, 1]", "0,1"),
-    ("servers", ["node-a", 2], '["node-a", 2]', "node-a,2"),
-    ("servers", "0,1", '"0,1"', "0,1"),
-]
-
-
-@pytest.mark.parametrize(("name", "given", "spelt", "held"), PEERS_GIVEN)
-def test_peers_are_named_by_text_numbers_or_lists_alike(
+@pytest.mark.parametrize(
+    ("name", "given", "spelt", "held"),
+    [
+        ("hub", 0, "0", "0"),
+        ("hub", "node-a", '"node-a"', "node-a"),
+        ("servers", 0, "0", "0"),
+        ("servers", [0, 1], "[0, 1]", "0,1"),
+        ("servers", ["node-a", 2], '["node-a", 2]', "node-a,2"),
+        ("servers", "0,1", '"0,1"', "0,1"),
+        ("checkpoint_every", 500, "500", "500"),
+        ("checkpoint_every", "500", '"500"', "500"),
+        ("checkpoint_every", "60s", '"60s"', "60s"),
+        ("checkpoint_every", 0, "0", "0"),
+    ],
+)
+def test_peers_and_intervals_may_be_text_numbers_or_lists(
     tmp_path: Path, name: str, given: Any, spelt: str, held: str
 ) -> None:
-    table = KEYS[name].table
+    """Where a value has a type: in a script and in a file."""
     assert resolve({name: given}).values[name] == held
-    config = resolve(load(written(tmp_path, f"[{table}]\n{name} = {spelt}\n")))
+    config = resolve(load(written(tmp_path, f"[{KEYS[name].table}]\n{name} = {spelt}\n")))
     assert config.values[name] == held
 
 
@@ -81,10 +72,14 @@ def test_peers_are_named_by_text_numbers_or_lists_alike(
         ("servers", {"a": 1}, "--servers is not peers' names or numbers: {'a': 1}"),
         ("servers", [0, 1.5], "--servers is not a peer's name or number: 1.5"),
         ("servers", [], "--servers is empty"),
+        ("checkpoint_every", True, "--checkpoint-every is not text"),
+        ("checkpoint_every", 1.5, "--checkpoint-every is not text"),
+        ("checkpoint_every", "5m", "is not an interval"),
+        ("checkpoint_every", -3, "is not an interval"),
     ],
 )
-def test_values_that_name_no_peers_are_refused(name: str, given: Any, told: str) -> None:
-    with pytest.raises(UsageError, match=f"^{told}$"):
+def test_values_that_name_no_peers_and_no_interval_are_refused(name: str, given: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)):
         resolve({name: given})
 
 
@@ -148,25 +143,23 @@ def test_the_docstring_below_a_setting_is_its_help(key: Key) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("spelt", "expected"),
     [
-        ("[task]\nlr_steps = [0.5, 0.75]", (0.5, 0.75)),
-        ("[task]\nlr_steps = [\n  0.5, # half\n  1,\n]", (0.5, 1.0)),
-        ("[task]\nlr_steps = []", ()),
-        ('[task]\nlr_steps = "0.5,0.75"', (0.5, 0.75)),
+        ("[0.5, 0.75]", (0.5, 0.75)),
+        ("[\n  0.5, # half\n  1,\n]", (0.5, 1.0)),
+        ("[]", ()),
+        ('"0.5,0.75"', (0.5, 0.75)),
+        ('"0.5, 0.75,"', (0.5, 0.75)),
+        ('""', ()),
     ],
 )
-def test_a_list_is_loaded(tmp_path: Path, text: str, expected: tuple[float, ...]) -> None:
-    held = resolve(load(written(tmp_path, text))).task.lr_steps
-    assert held == expected
-    assert all(type(value) is float for value in held)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"), [("0.5,0.75", (0.5, 0.75)), ("0.5", (0.5,)), ("0.5, 0.75,", (0.5, 0.75)), ("", ())]
-)
-def test_a_list_on_the_command_line_has_commas(given: str, expected: tuple[float, ...]) -> None:
-    assert resolve({"lr_steps": given}).task.lr_steps == expected
+def test_a_list_is_loaded_and_has_commas_on_the_command_line(
+    tmp_path: Path, spelt: str, expected: tuple[float, ...]
+) -> None:
+    held = resolve(load(written(tmp_path, f"[task]\nlr_steps = {spelt}"))).task.lr_steps
+    assert held == expected and all(type(value) is float for value in held)
+    if spelt[0] == '"':
+        assert resolve({"lr_steps": spelt.strip('"')}).task.lr_steps == expected
 
 
 # --- which value counts -------------------------------------------------------------------------------
@@ -257,14 +250,13 @@ def test_the_line_is_the_one_in_its_own_table(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    reasons = {tmp_path / "none.toml": "No such file", tmp_path: "Is a directory", binary: "not UTF-8 text"}
+    for path, reason in reasons.items():
         with pytest.raises(UsageError, match=reason) as caught:
             load(path)
         assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
-    binary = tmp_path / "binary.toml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="not UTF-8 text"):
-        load(binary)
 
 
 @pytest.mark.parametrize(

@@ -15,27 +15,24 @@ from gossipx.tasks.presets import PRESETS
 ROOT = Path(__file__).parents[2]
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "mine.csv"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
 def test_shipped_traces_are_files_of_the_package_which_a_wheel_has() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     patterns = setup["options.package_data"]["gossipx"].split()
     packaged = {path for pattern in patterns for path in (ROOT / "gossipx").glob(pattern)}
-    assert traces.names() == ["lenet", "transformer"]
-    for name in traces.names():
-        file = resources.files("gossipx.sim.traces") / f"{name}.csv"
-        assert file.is_file() and ROOT / "gossipx" / "sim" / "traces" / file.name in packaged
-        assert len(file.read_bytes()) < 150_000
+    assert traces.names() == [*RECORDED]
+    for name in RECORDED:
+        file = ROOT / "gossipx" / "sim" / "traces" / f"{name}.csv"
+        assert file in packaged and len(file.read_bytes()) < 150_000
 
 
-@pytest.mark.parametrize(("name", "iterations"), [("lenet", 3000), ("transformer", 800)])
-def test_a_shipped_trace_is_of_four_peers_and_names_its_command(name: str, iterations: int) -> None:
-    trace = traces.load(name)
+RECORDED = {"lenet": (3000, [37, 38, 38, 37]), "transformer": (800, [12, 10, 10, 13])}
+"""The iterations and retrievals of the recorded runs."""
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_shipped_trace_is_of_four_peers_and_names_its_command(name: str) -> None:
+    trace, (iterations, _) = traces.load(name), RECORDED[name]
     assert [len(deltas) for deltas in trace.deltas] == [iterations] * 4
     assert all(delta > 0 for deltas in trace.deltas for delta in deltas)
     assert len({tuple(deltas) for deltas in trace.deltas}) == 4, "peers with data of their own"
@@ -43,12 +40,10 @@ def test_a_shipped_trace_is_of_four_peers_and_names_its_command(name: str, itera
     assert any("gossipx run --peers hosts.txt" in line and f"--iterations {iterations}" in line for line in comments)
 
 
-@pytest.mark.parametrize("name", ["lenet", "transformer"])
+@pytest.mark.parametrize("name", RECORDED)
 def test_travel_with_the_presets_distance_pulls_as_often_as_in_the_recorded_run(name: str) -> None:
-    """Retrievals of the recorded runs: 37, 38, 38, 37, and 12, 10, 10, 13."""
     distance = float(PRESETS[name].policies["travel"].partition("=")[2])
-    recorded = {"lenet": [37, 38, 38, 37], "transformer": [12, 10, 10, 13]}[name]
-    for deltas, retrievals in zip(traces.load(name).deltas, recorded, strict=True):
+    for deltas, retrievals in zip(traces.load(name).deltas, RECORDED[name][1], strict=True):
         pulls, travelled = 0, 0.0
         for delta in deltas:
             travelled += delta
@@ -58,7 +53,8 @@ def test_travel_with_the_presets_distance_pulls_as_often_as_in_the_recorded_run(
 
 
 def test_a_file(tmp_path: Path) -> None:
-    path = written(tmp_path, "\ufeff# recorded by hand\niteration,a,b\n\n1,0.5,1e-3\n# later\n2,0.25,0\n")
+    path = tmp_path / "mine.csv"
+    path.write_text("\ufeff# recorded by hand\niteration,a,b\n\n1,0.5,1e-3\n# later\n2,0.25,0\n", encoding="utf-8")
     assert traces.load(path) == traces.load(str(path)) == traces.Trace([[0.5, 0.25], [0.001, 0.0]])
 
 
@@ -71,34 +67,31 @@ def test_more_peers_and_iterations_than_were_recorded() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "mine.csv: a trace has a header, 'iteration' and the name of each peer between commas, and a line per"),
-        ("# only\niteration,a\n", "mine.csv: a trace has a header"),
-        ("step,a\n1,0.5\n", "mine.csv: a trace has a header"),
-        ("iteration\n1\n", "mine.csv: a trace has a header"),
-        ("iteration,a,b\n1,0.5\n", "mine.csv: each iteration of a trace has a delta of at least 0"),
-        ("iteration,a,b\n1,0.5,1\n2,1\n", "mine.csv: not a trace: the number of columns changed from 3 to 2 at row 2"),
-        ("iteration,a\n1,0.5\n\n3,0.5\n", "mine.csv: the iterations of a trace count from 1 without gaps"),
-        ("iteration,a\n1,long\n", "mine.csv: not a trace: could not convert string 'long' to float64"),
-        ("iteration,a\n1,-0.5\n", "mine.csv: each iteration of a trace has a delta of at"),
-        ("iteration,a\n1,nan\n", "a delta of at least 0 for each peer"),
-        ("iteration,a\n1,inf\n", "a delta of at least 0 for each peer"),
+        (b"", "mine.csv: a trace has a header, 'iteration' and the name of each peer between commas, and a line per"),
+        (b"# only\niteration,a\n", "mine.csv: a trace has a header"),
+        (b"step,a\n1,0.5\n", "mine.csv: a trace has a header"),
+        (b"iteration\n1\n", "mine.csv: a trace has a header"),
+        (b"iteration,a,b\n1,0.5\n", "mine.csv: each iteration of a trace has a delta of at least 0"),
+        (b"iteration,a,b\n1,0.5,1\n2,1\n", "mine.csv: not a trace: the number of columns changed from 3 to 2 at row 2"),
+        (b"iteration,a\n1,0.5\n\n3,0.5\n", "mine.csv: the iterations of a trace count from 1 without gaps"),
+        (b"iteration,a\n1,long\n", "mine.csv: not a trace: could not convert string 'long' to float64"),
+        (b"iteration,a\n1,-0.5\n", "mine.csv: each iteration of a trace has a delta of at"),
+        (b"iteration,a\n1,nan\n", "a delta of at least 0 for each peer"),
+        (b"iteration,a\n1,inf\n", "a delta of at least 0 for each peer"),
+        (b"\xff\xfe\x00", "mine.csv: cannot read the trace: not UTF-8 text"),
     ],
 )
-def test_a_malformed_file_is_refused_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+def test_a_malformed_file_is_refused_in_one_line(tmp_path: Path, text: bytes, told: str) -> None:
+    (tmp_path / "mine.csv").write_bytes(text)
     with pytest.raises(UsageError) as raised:
-        traces.load(written(tmp_path, text))
+        traces.load(tmp_path / "mine.csv")
     message = str(raised.value)
     assert message.startswith(str(tmp_path)) and told in message and "\n" not in message
 
 
-def test_a_file_that_is_not_text_and_unknown_names(tmp_path: Path) -> None:
-    binary = tmp_path / "mine.csv"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match=r"mine\.csv: cannot read the trace: not UTF-8 text"):
-        traces.load(binary)
+def test_unknown_names(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.csv: no such trace file"):
         traces.load(tmp_path / "absent.csv")
-    with pytest.raises(
-        UsageError, match=r"unknown trace 'lenett' .did you mean 'lenet'.*: give a file, or one of lenet, t"
-    ):
+    told = r"unknown trace 'lenett' .did you mean 'lenet'.*: give a file, or one of lenet, t"
+    with pytest.raises(UsageError, match=told):
         traces.load("lenett")
