@@ -38,6 +38,10 @@ def await_end(pid):
         while True:
             os.kill(pid, 0)
 
+def wait():
+    while True:
+        signal.pause()
+
 def stop_run(number):
     # Sends a signal to "gossipx run", whose third peer this is, once all can receive what it passes on.
     (here / f"ready-{{rank}}").touch()
@@ -45,8 +49,7 @@ def stop_run(number):
         while not all((here / f"ready-{{other}}").exists() for other in range(3)):
             pass
         os.kill(os.getppid(), number)
-    while True:
-        signal.pause()
+    wait()
 
 def train(step=5):
     tell(state="train", step=step, iterations=10, loss=0.5, accuracy=None, retrievals=rank, bytes=100 * rank)
@@ -59,16 +62,21 @@ def report(rank):
         "expiry_warnings": 0, "suspicions": 0, "shard_rollbacks": 0, "outliers": 0,
     }}
 
-def stop_alone():
-    # Sends SIGTERM to "gossipx run", whose only peer here this is, and leaves when that asks for it.
+def leave_when_asked(code=0, error=None):
+    # From now on SIGTERM ends this peer, which reports its figures, and the error, if there is one.
     def leave(*_):
         tell(state="left", step=5, report={{**report(rank), "iterations": 5}})
-        sys.exit()
+        if error:
+            tell(error=error, exit=1)
+        sys.exit(code)
     signal.signal(signal.SIGTERM, leave)
+
+def stop_alone():
+    # Sends SIGTERM to "gossipx run", whose only peer here this is, and leaves when that asks for it.
+    leave_when_asked()
     train()
     os.kill(os.getppid(), signal.SIGTERM)
-    while True:
-        signal.pause()
+    wait()
 
 def finish(doubted=(), **reports):
     tell(result={{

@@ -15,6 +15,8 @@ from launches import NAMES, Run, gone, hosts, script
 
 from gossipx.cli import main
 from gossipx.errors import GossipxError, UsageError
+from gossipx.launch.run.processes import launch
+from gossipx.launch.start import HostsFile
 from gossipx.metrics.summary import FILE, read
 from gossipx.settings import files as config_files
 
@@ -43,15 +45,26 @@ def test_when_all_finish_the_summary_is_complete(run: Run, mine: Path, capsys: p
     assert f"tensorboard --logdir {mine.parent}" in printed.out
 
 
-def test_the_run_keeps_its_configuration_and_its_hosts(run: Run, mine: Path) -> None:
+def test_the_run_keeps_its_configuration_and_its_hosts(run: Run, tmp_path: Path, mine: Path) -> None:
+    """With its hosts file it can be run again."""
     assert run("finish()", policy="travel:distance=3", iterations=7, peers="# two\nlocalhost slots=2") == 0
     kept = config_files.resolve(config_files.load(mine / "config.toml"))
     assert kept.decides == "travel:distance=3" and kept.run.iterations == 7 and kept.run.name == "mine"
     assert (mine / "hosts.txt").read_text(encoding="utf-8") == "# two\nlocalhost slots=2\n"
+    given = config_files.resolve({"logdir": str(mine.parent), "name": "mine", "overwrite": True})
+    assert launch(HostsFile(mine / "hosts.txt"), given, [str(tmp_path / "child.py")]).code == 0
+    assert read(mine).peers == 2
 
 
-def test_the_environment_of_a_peer(run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_the_environment_of_a_peer(
+    run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch, threads: str | None
+) -> None:
+    """A number of threads in the environment stands."""
+    if threads is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
     body = """
         names = ("GOSSIPX_CONFIG", "GOSSIPX_PEERS", "GOSSIPX_DEVICE", "OMP_NUM_THREADS")
         (here / f"told-{rank}").write_text(json.dumps([os.environ[name] for name in names]))
@@ -61,7 +74,7 @@ def test_the_environment_of_a_peer(run: Run, tmp_path: Path, mine: Path, monkeyp
     assert run(body, peers=peers, threads=2, device="cpu") == 0
     told = [json.loads((tmp_path / f"told-{rank}").read_text(encoding="utf-8")) for rank in range(3)]
     files = [str(mine / "config.toml"), str(mine / "hosts.txt")]
-    assert told == [[*files, device, "2"] for device in ("cpu:0", "cpu:0", "cpu")]
+    assert told == [[*files, device, threads or "2"] for device in ("cpu:0", "cpu:0", "cpu")]
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:77", "mps:5", "meta"])
@@ -71,15 +84,6 @@ def test_a_device_that_is_not_here_is_refused_before_anything_starts(run: Run, m
     with pytest.raises(UsageError, match=f"hosts.txt:2: device= '{device}'"):
         run("finish()", peers=f"localhost\nlocalhost:5007 device={device}")
     assert not mine.exists()
-
-
-def test_a_number_of_threads_in_the_environment_stands(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    body = "(here / 'threads').write_text(os.environ['OMP_NUM_THREADS']); finish()"
-    assert run(body, peers="localhost", threads=2) == 0
-    assert (tmp_path / "threads").read_text(encoding="utf-8") == "3"
 
 
 def test_a_script_sets_its_own_number_of_iterations(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,40 +221,29 @@ def test_a_killed_peer_is_named_and_the_others_continue(
     assert f"lost: {NAMES[1]}\n" in printed.out and printed.err == ""
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(1)", "pass"])
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("body", [f"train(); {KILLED}", "train(); sys.exit(1)", "train()", KILLED, "sys.exit(1)"])
 def test_when_nobody_finishes_the_run_has_failed(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], end: str
-) -> None:
-    assert run(f"train(); {end}") == 1
-    summary = read(mine)
-    assert summary.lost == NAMES[:3] and summary.retrievals == [None] * 3
-    assert summary.consensus_accuracy is None
-    assert capsys.readouterr().out.endswith("no peer finished\n")
-
-
-@pytest.mark.parametrize("body", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(1)"])
-def test_when_all_are_lost_before_training_the_name_stays_free(
     run: Run, mine: Path, capsys: pytest.CaptureFixture[str], body: str
 ) -> None:
+    """If all were lost before training, its name stays free."""
     assert run(body) == 1
     assert capsys.readouterr().out.endswith("no peer finished\n")
-    assert not mine.exists()
+    assert mine.exists() == body.startswith("train()")
+    if mine.exists():
+        summary = read(mine)
+        assert summary.lost == NAMES[:3] and summary.retrievals == [None] * 3
+        assert summary.consensus_accuracy is None
 
 
 def test_a_script_that_never_joins_fails_with_a_message(
     run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = """
-        if rank == 1:
-            sys.exit()
-        while True:
-            signal.pause()
-    """
-    assert run(body) == 1
-    assert (
-        capsys.readouterr().err
-        == f"{NAMES[1]}: its script ended without a call of gossipx.join, which makes it a peer\n"
-    )
+    assert run("sys.exit() if rank == 1 else wait()") == 1
+    told = f"{NAMES[1]}: its script ended without a call of gossipx.join, which makes it a peer\n"
+    assert capsys.readouterr().err == told
     assert not mine.exists()
 
 
@@ -290,8 +283,7 @@ def test_an_error_before_training_has_begun_ends_the_run_and_frees_its_name(
         if {who}:
             tell(error="port is in use", exit=1)
             sys.exit(1)
-        while True:
-            signal.pause()
+        wait()
     """
     assert run(body) == 1
     assert capsys.readouterr().err == "port is in use\n"
@@ -312,8 +304,7 @@ def test_an_error_that_the_user_must_fix_stops_all_and_is_shown_once(
             sys.exit({code})
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        while True:
-            signal.pause()
+        wait()
     """
     assert run(body) == code
     assert capsys.readouterr().err == "data/x.gz: wrong checksum\n"
@@ -361,8 +352,7 @@ def test_with_too_few_peers_left_the_run_stops(
         (here / f"pid-{rank}").write_text(str(os.getpid()))
         if rank in (1, 2):
             os.kill(os.getpid(), signal.SIGKILL)
-        while True:
-            signal.pause()
+        wait()
     """
     assert run(body, peers="localhost slots=4", min_peers=3) == 4
     printed = capsys.readouterr()
@@ -451,20 +441,15 @@ def test_a_peer_whose_end_the_others_did_not_see(
     assert summary.agreed is (code == 0) and len(summary.lost) == 1
 
 
-@pytest.mark.fault(53)
-@pytest.mark.fault(57)
+@pytest.mark.fault(53, 55, 57)
+@pytest.mark.parametrize("error", ["peer-01/checkpoints: it cannot be written", None])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 1), ("SIGINT", 130)])
 def test_a_stopped_run_in_which_a_peer_failed_has_failed(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], name: str, code: int
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], name: str, code: int, error: str | None
 ) -> None:
-    """SIGTERM was obeyed, but the checkpoint of one peer could not be written."""
+    """SIGTERM was obeyed, but the checkpoint of one peer could not be written, or its script failed after it left."""
     body = f"""
-        def leave(*_):
-            tell(state="left", step=5, report={{**report(rank), "iterations": 5}})
-            if rank == 1:
-                tell(error="peer-01/checkpoints: it cannot be written", exit=1)
-            sys.exit(rank == 1)
-        signal.signal(signal.SIGTERM, leave)
+        leave_when_asked(rank == 1, {error!r} if rank == 1 else None)
         train()
         stop_run(signal.{name})
     """
@@ -474,21 +459,8 @@ def test_a_stopped_run_in_which_a_peer_failed_has_failed(
         f"failed: {NAMES[1]}" + ("; the exit code is 1" if code == 1 else ""),
         "stopped at 5; there is no checkpoint to continue from",
     ]
+    assert (f"{NAMES[1]}: {error}" if error else f"{NAMES[1]} left, but its process ended: exit code 1") in lines
     assert read(mine).stopped == NAMES[:3]
-
-
-@pytest.mark.fault(55)
-def test_a_script_that_fails_after_it_has_left_has_failed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    body = """
-        def leave(*_):
-            tell(state="left", step=5, report={**report(rank), "iterations": 5})
-            sys.exit(rank == 1)
-        signal.signal(signal.SIGTERM, leave)
-        train()
-        stop_run(signal.SIGTERM)
-    """
-    assert run(body) == 1
-    assert f"{NAMES[1]} left, but its process ended: exit code 1" in capsys.readouterr().out
 
 
 @pytest.mark.fault(53)
@@ -518,16 +490,12 @@ def test_a_process_that_cannot_be_started_is_named(run: Run, mine: Path, monkeyp
     assert not mine.exists()
 
 
-@pytest.mark.fault(53)
-@pytest.mark.fault(57)
+@pytest.mark.fault(53, 57)
 def test_a_stopped_run_without_room_for_its_summary_says_how_to_continue(
     run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = """
-        def leave(*_):
-            tell(state="left", step=5, report={**report(rank), "iterations": 5})
-            sys.exit()
-        signal.signal(signal.SIGTERM, leave)
+        leave_when_asked()
         (here / "runs" / "mine" / "summary.json").mkdir(exist_ok=True)
         train()
         stop_run(signal.SIGTERM)

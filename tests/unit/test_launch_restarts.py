@@ -54,8 +54,7 @@ def test_a_peer_that_dies_while_the_run_stops_is_not_started_again(
             signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             train()
             (here / "ready").touch()
-            while True:
-                signal.pause()
+            wait()
         while not (here / "ready").exists():
             pass
         stop_alone()

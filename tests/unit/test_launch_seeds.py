@@ -88,9 +88,19 @@ def launch(text: str, **given: object) -> tuple[int, list[str]]:
     return code, sorted(path.name for path in Path("runs").iterdir())
 
 
-def test_each_seed_has_a_run_and_the_worst_exit_code_counts(ran: dict[int, RunEnd]) -> None:
-    ran[1] = RunEnd(3, stopped=False)
-    assert launch("0-2") == (3, ["tau-seed0", "tau-seed1", "tau-seed2"])
+@pytest.mark.parametrize(
+    ("seed", "end", "seeds"),
+    [
+        (1, RunEnd(3, stopped=False), 3),  # the worst exit code counts
+        (1, RunEnd(0, stopped=True), 2),  # a signal ends all: SIGTERM too, although its exit code is 0
+        (0, RunEnd(2, stopped=False), 1),  # errors that each seed would repeat
+        (0, RunEnd(5, stopped=False), 1),
+    ],
+    ids=str,
+)
+def test_each_seed_has_a_run_until_all_are_ended(ran: dict[int, RunEnd], seed: int, end: RunEnd, seeds: int) -> None:
+    ran[seed] = end
+    assert launch("0-2") == (end.code, [f"tau-seed{number}" for number in range(seeds)])
 
 
 @pytest.mark.parametrize(
@@ -116,18 +126,6 @@ def test_an_earlier_run_that_a_failed_one_should_have_overwritten_is_not_compare
     ran[1] = RunEnd(1, stopped=False)
     launch("0-1", name="mine", overwrite=True)
     assert capsys.readouterr().out.splitlines()[-1] == "compare the seeds: gossipx compare runs/mine-seed0"
-
-
-def test_a_signal_ends_all(ran: dict[int, RunEnd]) -> None:
-    """SIGTERM, too, although its exit code is 0."""
-    ran[1] = RunEnd(0, stopped=True)
-    assert launch("0-2") == (0, ["tau-seed0", "tau-seed1"])
-
-
-@pytest.mark.parametrize("code", [2, 5])
-def test_an_error_that_each_seed_would_repeat_ends_all(ran: dict[int, RunEnd], code: int) -> None:
-    ran[0] = RunEnd(code, stopped=False)
-    assert launch("0-2") == (code, ["tau-seed0"])
 
 
 def test_names_that_are_taken_get_a_number_together(ran: dict[int, RunEnd]) -> None:
@@ -162,11 +160,10 @@ def test_whichever_budget_ends_first_counts() -> None:
 
 
 def test_the_learning_rate_follows_the_share_of_the_budget() -> None:
-    preset = PRESETS["lenet"]  # a step at 70 %
+    steps = PRESETS["lenet"]  # a step at 70 %
     for share, rate in ((0.69, 0.01), (0.71, 0.001)):
-        assert step_rate(
-            preset.base_lr, preset.gamma, preset.lr_steps, *used(5, share * 60, iterations=10**6, seconds=60.0)
-        ) == pytest.approx(rate)
+        done = used(5, share * 60, iterations=10**6, seconds=60.0)
+        assert step_rate(steps.base_lr, steps.gamma, steps.lr_steps, *done) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("seconds", [10.0, 25.0, 60.0, 3600.0])
@@ -180,11 +177,6 @@ def test_seconds_alone_leave_iterations_without_a_limit() -> None:
     assert effective_config(files.resolve({"seconds": 60}), 2, has_script=False).run.iterations == MOST_ITERATIONS
     both = effective_config(files.resolve({"seconds": 60, "iterations": 500}), 2, has_script=False)
     assert both.run.iterations == 500
-
-
-def test_seconds_are_for_the_built_in_task() -> None:
-    with pytest.raises(UsageError, match=r"--seconds 60.0 is for the built-in task, and a script decides that itself"):
-        effective_config(files.resolve({"seconds": 60}), 2, has_script=True)
 
 
 def test_a_dry_run_needs_iterations(ran: dict[int, RunEnd]) -> None:

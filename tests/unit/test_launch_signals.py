@@ -43,8 +43,7 @@ def test_peers_that_do_not_stop_are_named_and_killed_at_last(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         train()
         os.kill(os.getppid(), signal.SIGINT)
-        while True:
-            signal.pause()
+        wait()
     """
     assert run(body, peers="localhost", peer_timeout=0.5) == 130
     assert gone(int((tmp_path / "pid").read_text(encoding="utf-8")))
@@ -66,8 +65,7 @@ def test_a_second_interruption_kills_without_grace(
     body = f"""
         signal.signal(signal.SIGTERM, lambda *_: ((here / "asked").touch(), os.kill(os.getppid(), signal.SIGINT)))
         os.kill(os.getppid(), signal.{first})
-        while True:
-            signal.pause()
+        wait()
     """
     assert run(body, peers="localhost") == 130
     assert (tmp_path / "asked").exists()
@@ -78,17 +76,17 @@ def test_a_second_interruption_kills_without_grace(
 def test_launchers_and_terminals_may_send_a_signal_twice(run: Run, mine: Path, number: str, code: int) -> None:
     """The first is not followed by a kill: the peer still reports its figures."""
     body = f"""
-        def leave(*_):
+        leave_when_asked()
+        leave = signal.getsignal(signal.SIGTERM)
+        def send_again(*_):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.kill(os.getppid(), signal.{number})
             print("one more", flush=True)
-            tell(state="left", step=5, report={{**report(0), "iterations": 5}})
-            sys.exit()
-        signal.signal(signal.SIGTERM, leave)
+            leave()
+        signal.signal(signal.SIGTERM, send_again)
         train()
         os.kill(os.getppid(), signal.{number})
-        while True:
-            signal.pause()
+        wait()
     """
     assert run(body, peers="localhost") == code
     summary = read(mine)
@@ -131,30 +129,27 @@ def test_an_ignored_hangup_stays_ignored(run: Run) -> None:
 def test_errors_and_output_of_peers_that_stop_are_shown(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One peer cannot write its checkpoint; the other is not ended by that."""
+    """One peer cannot write its checkpoint, and reports no figures; the other is not ended by that."""
     os.mkfifo(tmp_path / "ready")
     body = """
-        def leave(*_):
+        def fail(*_):
             print("cleaning up", flush=True)
-            if rank == 0:
-                tell(error="checkpoints: No space left on device; make room", exit=1)
-                sys.exit(1)
-            tell(state="left", step=5, report={**report(rank), "iterations": 5 + rank})
-            sys.exit()
-        signal.signal(signal.SIGTERM, leave)
+            tell(error="checkpoints: No space left on device; make room", exit=1)
+            sys.exit(1)
         train()
         if rank == 0:
+            signal.signal(signal.SIGTERM, fail)
             assert (here / "ready").read_text() == "yes"
             os.kill(os.getppid(), signal.SIGINT)
         else:
+            leave_when_asked()
             (here / "ready").write_text("yes")
-        while True:
-            signal.pause()
+        wait()
     """
     assert run(body, peers="localhost slots=2") == 130
     printed = capsys.readouterr().out
     assert f"{NAMES[0]}: checkpoints: No space left on device; make room\n" in printed
-    assert printed.count("cleaning up") == 2
+    assert f"[{NAMES[0]}] cleaning up\n" in printed
     assert read(mine).lost == [NAMES[0]] and read(mine).stopped == [NAMES[1]]
 
 
@@ -175,8 +170,7 @@ def test_a_peer_that_leaves_on_request_has_neither_finished_nor_failed(
         signal.signal(signal.SIGTERM, leave)
         assert (here / "finished").read_text() == "yes"
         os.kill(os.getppid(), signal.SIGTERM)
-        while True:
-            signal.pause()
+        wait()
     """
     assert run(body, peers="localhost slots=2") == 0
     summary = read(mine)
@@ -194,7 +188,7 @@ def test_a_signal_that_arrives_while_peers_are_started_reaches_all(run: Run, mon
 
     monkeypatch.setattr(stopping, "STOP_GRACE", 3600.0)
     monkeypatch.setattr(processes, "Child", interrupted)
-    assert run("while True: signal.pause()", peers="localhost") == 130
+    assert run("wait()", peers="localhost") == 130
 
 
 # --- Signals as requests to stop a peer ----------------------------------------------------------------
