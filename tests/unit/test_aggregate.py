@@ -21,9 +21,14 @@ from gossipx.settings import files
 Curve = list[tuple[int, float]]
 
 
-def read(run: Path) -> dict[str, Curve]:
-    events = EventAccumulator(str(run / DIRECTORY), size_guidance={"scalars": 0})
+def events_of(directory: Path) -> EventAccumulator:
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     events.Reload()
+    return events
+
+
+def read(run: Path) -> dict[str, Curve]:
+    events = events_of(run / DIRECTORY)
     return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
@@ -107,13 +112,6 @@ def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> N
     assert read(tmp_path)["mean/test/accuracy"] == [(10, 0.25), (20, 0.5), (30, 0.5), (40, 0.5)]
 
 
-def test_several_processes_that_write_one_run_have_no_aggregate(tmp_path: Path) -> None:
-    curves = RunCurves(None, {0: PeerStatus("a", "train", 10)})
-    curves.handle(0, accuracy((10, 0.5)))
-    curves.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_directory_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / DIRECTORY).write_text("in the way")
     curves = RunCurves(Aggregate(tmp_path, dict, False), {0: PeerStatus("a", "train", 10)})
@@ -149,8 +147,7 @@ def test_hyperparameters_are_written_once(tmp_path: Path) -> None:
     curves.add(0, accuracy((10, 0.5)))
     curves.write(10)
     curves.close()
-    events = EventAccumulator(str(tmp_path / DIRECTORY))
-    events.Reload()
+    events = events_of(tmp_path / DIRECTORY)
     start, experiment = (
         HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{name}").plugin_data.content)
         for name in ("session_start_info", "experiment")
@@ -166,8 +163,7 @@ def test_the_curves_of_runs_come_before_those_of_peers_and_so_have_colours_of_th
     """TensorBoard colours runs in the order of their first records, and has seven colours. Those of two runs were one
     if each had six peers."""
     began = {}
-    for number, name in enumerate(("one", "two")):
-        start = 1.7e9 + 10 * number
+    for start, name in ((1.7e9, "one"), (1.7e9 + 10, "two")):
         board = TensorBoardRecorder(tmp_path / name / "peer-00", clock=lambda start=start: start)
         curves = Aggregate(tmp_path / name, lambda: {"policy": "tau:10"}, clock=lambda start=start: start + 5)
         curves.add(0, accuracy((10, 0.5)))
@@ -175,9 +171,7 @@ def test_the_curves_of_runs_come_before_those_of_peers_and_so_have_colours_of_th
         board.close()
         curves.close()
         for part in ("peer-00", DIRECTORY):
-            events = EventAccumulator(str(tmp_path / name / part))
-            events.Reload()
-            began[name, part] = events.FirstEventTimestamp()
+            began[name, part] = events_of(tmp_path / name / part).FirstEventTimestamp()
     order = sorted(began, key=began.__getitem__)
     assert order == [("one", DIRECTORY), ("two", DIRECTORY), ("one", "peer-00"), ("two", "peer-00")]
 

@@ -92,12 +92,6 @@ def test_a_hub_refuses_settings_that_never_have_an_effect(given: dict[str, str],
     assert told.startswith(f"--{name} {value} ") and "leave one out" in told and "\n" not in told
 
 
-def test_join_refuses_a_custom_policy_with_servers() -> None:
-    model = nn.Linear(2, 1)
-    with pytest.raises(UsageError, match=r"^a parameter server uses sync= instead of policy="):
-        gossipx.join(model, None, peers="none", mode="server", policy=lambda seen: True)
-
-
 MOMENTUM = {"outer": "momentum:0.6"}
 
 
@@ -310,61 +304,62 @@ def test_settings_of_the_built_in_task_are_refused_with_a_script(name: str, valu
 
 
 @pytest.mark.fault(65)
-@pytest.mark.parametrize(("name", "value"), [("iterations", 3000), ("threads", 1), ("device", "cpu")])
-def test_settings_of_the_parent_process_are_refused_without_it(name: str, value: object) -> None:
-    with pytest.raises(UsageError, match=rf"^--{name} {value} is for 'gossipx run', and a script decides that itself"):
-        gossipx.join(nn.Linear(2, 1), None, peers="none", **{name: value})
-
-
-@pytest.mark.fault(65)
-def test_a_file_and_a_command_line_are_alike(tmp_path: Path) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text('[sync]\npolicy = "adaptive"\n[server]\nservers = "0"\n')
-    with pytest.raises(UsageError, match=r"^--policy adaptive is for peers that exchange"):
-        effective_config(files.resolve(files.load(file)), SIZE, has_script=False)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"iterations": 3000}, "--iterations 3000 is for 'gossipx run', and a script decides that itself"),
+        ({"threads": 1}, "--threads 1 is for 'gossipx run', and a script decides that itself"),
+        ({"device": "cpu"}, "--device cpu is for 'gossipx run', and a script decides that itself"),
+        ({"mode": "server", "policy": lambda seen: True}, "a parameter server uses sync= instead of policy="),
+    ],
+    ids=str,
+)
+def test_what_join_refuses(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=f"^{told}"):
+        gossipx.join(nn.Linear(2, 1), None, peers="none", **given)
 
 
 @pytest.mark.fault(65)
 def test_a_recorded_configuration_knows_what_was_given(tmp_path: Path) -> None:
-    """Its defaults are not refused when another setting leaves them without effect, but what was given is."""
+    """Its defaults are not refused when another setting leaves them without effect, but what was given is, also in a
+    file."""
     again = read_again(effective(seed=0), tmp_path)
     assert again.given == {"seed"} and again.decides == "tau:10"
     recorded = files.load(tmp_path / "config.toml")
     effective_config(files.resolve(recorded, {"servers": "0"}), SIZE, has_script=False)
     with pytest.raises(UsageError, match=r"^--topology full is for peers that exchange with each other"):
         effective_config(files.resolve(recorded, {"servers": "0", "topology": "full"}), SIZE, has_script=False)
+    (tmp_path / "config.toml").write_text('[sync]\npolicy = "adaptive"\n[server]\nservers = "0"\n')
+    with pytest.raises(UsageError, match=r"^--policy adaptive is for peers that exchange"):
+        effective_config(files.resolve(files.load(tmp_path / "config.toml")), SIZE, has_script=False)
     for wrong in ('given = ["seed"]', "[given]", '[given]\nsettings = "seed"', '[given]\nsettings = ["sed"]'):
         (tmp_path / "config.toml").write_text(wrong)
         with pytest.raises(UsageError, match=r"config\.toml:1: \[given\] lists settings, as a run writes it"):
             files.load(tmp_path / "config.toml")
 
 
+NO_BUFFER = r"2 servers have one each.*: give one server, or leave out wait=true$"
+
+
 @pytest.mark.fault(65)
 @pytest.mark.parametrize(
-    ("given", "workers"),
+    ("given", "told", "accepted"),
     [
-        ({"servers": "0", "sync": "drop:n=9"}, 4),
-        ({"servers": "0,1", "sync": "bsp|drop:n=4"}, 4),
-        ({"servers": "0,1", "servers_only": True, "sync": "drop:n=2"}, 2),
+        ({"servers": "0", "sync": "drop:n=9"}, "waits for all of 4 workers: give bsp, or a smaller n$", "drop:n=1"),
+        ({"servers": "0,1", "sync": "bsp|drop:n=4"}, "waits for all of 4 workers: give bsp", "bsp|drop:n=1"),
+        ({"servers": "0,1", "servers_only": True, "sync": "drop:n=2"}, "waits for all of 2 workers: give", "drop:n=1"),
+        ({"servers": "0,1", "sync": "hybrid:wait=true"}, NO_BUFFER, "hybrid"),
+        ({"servers": "0,1", "sync": "hybrid:wait=true|asp"}, NO_BUFFER, "hybrid|asp"),
     ],
     ids=str,
 )
-def test_drop_stragglers_must_leave_out_a_worker(given: dict[str, Any], workers: int) -> None:
+def test_a_sync_model_must_suit_the_servers_and_workers(given: dict[str, Any], told: str, accepted: str) -> None:
+    """Stragglers that are dropped leave out a worker; with several buffers each could wait for another one's."""
     names = [str(rank) for rank in range(4)]
-    with pytest.raises(UsageError, match=rf"waits for all of {workers} workers: give bsp, or a smaller n$"):
+    with pytest.raises(UsageError, match=told):
         server_ranks(files.resolve(given), names)
-    fewer = {**given, "sync": "drop:n=1"}
-    assert server_ranks(files.resolve(fewer), names) is not None
-
-
-@pytest.mark.fault(65)
-def test_several_servers_have_no_buffer_to_wait_for() -> None:
-    """Each worker could wait for another one's buffer."""
-    names = [str(rank) for rank in range(3)]
+    assert server_ranks(files.resolve({**given, "sync": accepted}), names) is not None
     assert server_ranks(files.resolve({"servers": "0", "sync": "hybrid:wait=true"}), names) == (0,)
-    for sync in ("hybrid:wait=true", "hybrid:wait=true|asp"):
-        with pytest.raises(UsageError, match=r"2 servers have one each.*: give one server, or leave out wait=true$"):
-            server_ranks(files.resolve({"servers": "0,1", "sync": sync}), names)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from _bench.cached_runs import CachedRuns
-from _bench.cli import Given
 from _bench.tables import interval
 from torch import Tensor
 
@@ -118,8 +117,3 @@ def test_a_step_is_compared_on_its_own_link(bench: Any) -> None:
     row = dict(zip(table.headings, table.rows[-1], strict=True))
     assert row["10mbit, s a step"] == "0.501"
     assert [one["met"] for one in table.figures if one["goal"]] == [True]
-
-
-def test_jobs_are_ordered_by_seed(bench: Any) -> None:
-    seeds = [job["seed"] for job in bench.jobs("accuracy", Given(smoke=False, full=True))]
-    assert seeds == sorted(seeds) and set(seeds) == set(range(5))

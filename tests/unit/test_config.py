@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 import re
 import subprocess
 import sys
@@ -132,11 +131,6 @@ def test_text_that_toml_escapes_is_read_back(tmp_path: Path) -> None:
     assert config.task.lr_steps == ()
 
 
-@pytest.mark.parametrize("name", sorted({n for key in KEYS.values() for n in (key.check, key.absolute) if n}))
-def test_what_a_setting_names_exists(name: str) -> None:
-    assert pkgutil.resolve_name(f"gossipx.{name}")
-
-
 @pytest.mark.parametrize("key", [*KEYS.values(), *scenario.OWN.values(), *scenario.OF_FAULT.values()])
 def test_the_docstring_below_a_setting_is_its_help(key: Key) -> None:
     assert key.help.endswith(".") and "\n" not in key.help
@@ -225,6 +219,12 @@ def test_a_preset_overrides_the_file_of_a_run(tmp_path: Path) -> None:
         ("[task]\nlr_steps = [0.5, 7]\n", "2", ["lr_steps is 7.0: at most 1"]),
         (f"# mine\n[run]\niterations = 1{'0' * 5000}\n", "3", ["a number has too many digits"]),
         (f"x = '{'0' * 5000}'\ny = [1,\n{'1_0' * 5000}]\n", "3", ["a number has too many digits"]),
+        # The same word in another table or in a comment is not mistaken for it.
+        (
+            "[task]\ndata_dir = 'seed = -1'\n# seed = -1\n[ run ] # seed = -1\nseed = -1\n",
+            "5",
+            ["seed is -1: at least 0"],
+        ),
         # A table written before the first header.
         ("# mine\n\nrun.seed = 'x'\n", "3", ["seed is not an integer"]),
         ("# mine\nrun.iterations = 3\nrun . seed = 'x'\n", "3", ["seed is not an integer"]),
@@ -240,13 +240,6 @@ def test_an_error_in_the_file_is_reported_with_its_line(tmp_path: Path, text: st
     assert at == line, message
     for part in parts:
         assert part in message
-
-
-def test_the_line_is_the_one_in_its_own_table(tmp_path: Path) -> None:
-    """The same word in another table or in a comment is not mistaken for it."""
-    text = "[task]\ndata_dir = 'seed = -1'\n# seed = -1\n[ run ] # seed = -1\nseeds_are = 1\nseed = -1\n"
-    with_stranger = text.replace("seeds_are = 1\n", "")
-    assert refusal(tmp_path, with_stranger) == ("5", "seed is -1: at least 0")
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ports import address, free_ports
 
 from gossipx.cli import main
 from gossipx.errors import NotAuthorisedError, PeerTimeoutError, ProtocolError, UsageError
-from gossipx.launch.hosts import PeerLine, resolve
+from gossipx.launch.hosts import PeerLine
 from gossipx.settings.sections import ExchangeSettings, RunConfig
 from gossipx.tools.doctor import DoctorListener, _Checkup, examine, machine
 from gossipx.tools.doctor.probe import ENOUGH, PIECE, Load, ProbeSettings, probing
@@ -120,7 +120,12 @@ VERDICTS: list[tuple[Findings, str, str, tuple[str, ...]]] = [
     (resolved(("10.0.0.1",), ()), "fail", "names", ("b does not resolve on a (unknown)",)),
     (resolved(("127.0.1.1",), ("10.0.0.2",)), "fail", "names", ("a is 127.0.1.1 on a", "other machines")),
     (resolved(("127.0.0.1", "::1")), "ok", "names", ("1 host resolved",)),
-    (well(ports=[Line(0, "foreign", "no frame")]), "fail", "ports", ("port 29400 of a is not free: no gossipx", "anot")),
+    (
+        well(ports=[Line(0, "foreign", "no frame")]),
+        "fail",
+        "ports",
+        ("port 29400 of a is not free: no gossipx", "anot"),
+    ),
     (well(ports=[Line(0, "doctor")]), "fail", "ports", ("another gossipx doctor", "stop it")),
     (well(ports=[Line(0, "denied", "cannot listen at a:80: not allowed")]), "fail", "ports", ("not allowed",)),
     (well(ports=[Line(0, "authorised", "it has a secret")]), "fail", "ports", ("not authorised", "the same --secret-")),
@@ -187,20 +192,19 @@ def test_a_line_that_is_not_reached(state: str, heard: bool, words: tuple[str, .
 
 
 def test_lines_of_one_host_that_fail_alike_are_one_verdict() -> None:
+    """And a name that does not resolve is reported once."""
     found = failed(8, "refused", "Connection refused", 3, 4)
     for rank in (9, 11):
         found.reached[rank] = Line(rank, "refused", "Connection refused")
     ((level, text),) = shown(found, "reach")
     assert level == "fail" and "a → c:29400,29401,29403" in text
-
-
-def test_a_name_that_does_not_resolve_is_reported_once() -> None:
     found = resolved(("10.0.0.1",), ())
     found.reached[1] = Line(1, "name")
     assert shown(found, "reach") == []
 
 
 def test_hosts_behind_nat_are_named_and_must_reach_this_one() -> None:
+    """And expect no probe themselves."""
     found = hidden(1, 2)
     assert {one.level for one in verdicts(found)} <= {"ok", "note"}
     assert shown(found, "reach")[0] == ("ok", "b, c → a: behind NAT, and connects to this host: ")
@@ -210,9 +214,6 @@ def test_hosts_behind_nat_are_named_and_must_reach_this_one() -> None:
     assert told == ["c → a: behind NAT, and no probe has arrived: start the same command there, and see its report"]
     assert shown(found, "names") == [("ok", "1 host resolved on a: ")]
     assert codes(found) == {1}
-
-
-def test_a_host_behind_nat_expects_no_probe() -> None:
     found = hidden(1, 2, own=1)
     assert {one.level for one in verdicts(found)} <= {"ok", "note"}
     assert ("note", "b is behind NAT: it connects to other hosts, and none can connect to it") in shown(found, "reach")
@@ -265,12 +266,6 @@ def test_a_probe_counts_for_every_host_name_of_a_machine() -> None:
 
 
 # --- this machine -----------------------------------------------------------------------------------
-
-
-def test_names_are_looked_up_and_those_that_fail_say_why() -> None:
-    peers = [PeerLine(rank, name, 29400, None, name, rank + 1) for rank, name in enumerate(("127.0.0.1", "two..dots"))]
-    found = hosts_of(peers, resolve(peer.host for peer in peers))
-    assert [host.addresses for host in found] == [("127.0.0.1",), ()] and found[1].error
 
 
 def test_a_missing_device_is_reported_with_the_option_that_named_it() -> None:

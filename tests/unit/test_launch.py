@@ -410,13 +410,7 @@ def test_the_final_models_of_the_peers_are_compared(
     run: Run, mine: Path, digests: list[str | None], code: int, agreed: bool | None
 ) -> None:
     """None: the peer makes no claim, as it only serves or the run has no finish; empty: it took no part."""
-    body = f"""
-        plain = report
-        def report(rank):
-            return {{**plain(rank), "digest": {digests!r}[rank]}}
-        finish()
-    """
-    assert run(body) == code
+    assert run(f"finish(digest={digests!r}[rank])") == code
     assert read(mine).agreed is agreed
 
 
@@ -429,12 +423,9 @@ def test_a_peer_whose_end_the_others_did_not_see(
     monkeypatch.setenv("GOSSIPX_SECRET", "which other machines need")
     body = """
         train()
-        plain = report
-        def report(rank):
-            return {**plain(rank), "digest": "a"}
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        finish(doubted=[1])
+        finish(doubted=[1], digest="a")
     """
     assert run(body, peers=peers, advertise="203.0.113.1", bind="0.0.0.0") == code
     summary = read(mine)

@@ -22,17 +22,6 @@ run, mine = launches.run, launches.mine
 # --- names and directories ----------------------------------------------------------------------------
 
 
-def test_a_name_in_use_is_refused(run: Run, tmp_path: Path, mine: Path) -> None:
-    assert run("(here / f'ran-{rank}').touch(); finish()") == 0
-    before = (mine / FILE).read_bytes()
-    for file in tmp_path.glob("ran-*"):
-        file.unlink()
-    with pytest.raises(UsageError, match=r"a run 'mine' already exists: give another --name, or --overwrite"):
-        run("(here / f'ran-{rank}').touch(); finish()")
-    assert (mine / FILE).read_bytes() == before
-    assert not list(tmp_path.glob("ran-*"))
-
-
 @pytest.mark.parametrize(
     "body", ["tell(error='wrong', exit=2)", "os.kill(os.getppid(), signal.SIGINT); signal.pause()"]
 )

@@ -51,13 +51,6 @@ def test_wrong_seeds_are_refused(text: str, told: str) -> None:
     assert told in str(raised.value)
 
 
-@pytest.mark.parametrize("other", [["--seed", "1"], ["--resume", "x"], ["--dry-run"]])
-def test_seeds_exclude_what_is_for_one_run(other: list[str]) -> None:
-    done = CliRunner().invoke(main, ["run", "--peers", "hosts.txt", "--seeds", "0-4", *other])
-    assert done.exit_code == 2
-    assert done.stderr == f"--seeds starts several new runs, and {other[0]} is for one: leave one out\n"
-
-
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, RunEnd]:
     """Replace runs by the outcomes in this dict, by seed; a run that failed leaves no summary."""
@@ -129,15 +122,11 @@ def test_an_earlier_run_that_a_failed_one_should_have_overwritten_is_not_compare
 
 
 def test_names_that_are_taken_get_a_number_together(ran: dict[int, RunEnd]) -> None:
+    """A given one is refused before the first run."""
     Path("runs/tau-seed1").mkdir(parents=True)
+    with pytest.raises(UsageError, match="a run 'tau-seed1' already exists"):
+        launch("0-1", name="tau")
     assert launch("0-1") == (0, ["tau-2-seed0", "tau-2-seed1", "tau-seed1"])
-
-
-def test_a_given_name_that_is_taken_is_refused_before_the_first_run(ran: dict[int, RunEnd]) -> None:
-    Path("runs/mine-seed1").mkdir(parents=True)
-    with pytest.raises(UsageError, match="a run 'mine-seed1' already exists"):
-        launch("0-1", name="mine")
-    assert [path.name for path in Path("runs").iterdir()] == ["mine-seed1"]
 
 
 def test_launchers_start_one_run(ran: dict[int, RunEnd]) -> None:
@@ -154,12 +143,10 @@ def used(iteration: int, elapsed: float, **given: float) -> tuple[float, float]:
 
 
 def test_whichever_budget_ends_first_counts() -> None:
+    """And the learning rate follows the share of it."""
     assert used(30, 5.0, iterations=100) == (30, 100)
     assert used(30, 5.0, iterations=100, seconds=10.0) == (5_000, 10_000)
     assert used(60, 5.0, iterations=100, seconds=10.0) == (60, 100)
-
-
-def test_the_learning_rate_follows_the_share_of_the_budget() -> None:
     steps = PRESETS["lenet"]  # a step at 70 %
     for share, rate in ((0.69, 0.01), (0.71, 0.001)):
         done = used(5, share * 60, iterations=10**6, seconds=60.0)
@@ -179,9 +166,18 @@ def test_seconds_alone_leave_iterations_without_a_limit() -> None:
     assert both.run.iterations == 500
 
 
-def test_a_dry_run_needs_iterations(ran: dict[int, RunEnd]) -> None:
-    done = CliRunner().invoke(main, ["run", "--peers", "hosts.txt", "--seconds", "60", "--dry-run"])
-    assert (done.exit_code, done.stderr) == (
-        2,
-        "--dry-run cannot tell how many iterations --seconds allows: give --iterations too\n",
-    )
+FOR_ONE = "--seeds starts several new runs, and {} is for one: leave one out\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--seconds", "60", "--dry-run"], "--dry-run cannot tell how many iterations --seconds allows: give --iter"),
+        (["--seeds", "0-4", "--seed", "1"], FOR_ONE.format("--seed")),
+        (["--seeds", "0-4", "--resume", "x"], FOR_ONE.format("--resume")),
+        (["--seeds", "0-4", "--dry-run"], FOR_ONE.format("--dry-run")),
+    ],
+)
+def test_options_that_exclude_each_other(ran: dict[int, RunEnd], options: list[str], told: str) -> None:
+    done = CliRunner().invoke(main, ["run", "--peers", "hosts.txt", *options])
+    assert done.exit_code == 2 and done.stderr.startswith(told) and done.stderr.count("\n") == 1

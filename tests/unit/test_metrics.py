@@ -57,11 +57,14 @@ REPORT = {
 
 
 def test_a_summary_is_read_back_as_it_was_written_in_place_of_an_earlier_one(tmp_path: Path) -> None:
+    """Fields of a later version are ignored."""
     summary_of(REPORT).write(tmp_path)
     written = summary_of(REPORT, None, {**REPORT, "retrievals": 7, "test_accuracy": None}, name="later")
     written.write(tmp_path)
     assert read(tmp_path) == read(tmp_path / FILE) == written
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    (tmp_path / FILE).write_text(json.dumps({**written.as_dict(), "of_a_later_version": 1}), encoding="utf-8")
+    assert read(tmp_path) == written
 
 
 def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
@@ -71,13 +74,6 @@ def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
     assert data["peers"] == 2 and data["lost"] == ["localhost:29401"]
     for name in ("retrievals", "bytes_received", "test_accuracy", "test_accuracy_before_finish", "blocked_seconds"):
         assert data[name] == [REPORT[name], None], name
-
-
-def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
-    written = summary_of(REPORT)
-    text = json.dumps({**written.as_dict(), "of_a_later_version": 1})
-    (tmp_path / FILE).write_text(text, encoding="utf-8")
-    assert read(tmp_path) == written
 
 
 def test_figures_are_null_for_a_lost_peer_and_where_a_peer_did_not_measure_them() -> None:
@@ -121,15 +117,6 @@ def test_a_file_that_is_no_summary_is_reported(tmp_path: Path, text: bytes, told
     assert refused(tmp_path).startswith(f"{tmp_path / FILE}: {told}")
 
 
-@pytest.mark.parametrize("missing", ["retrievals", "lost", "wall_seconds"])
-def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
-    data = summary_of(REPORT).as_dict()
-    del data[missing]
-    (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
-    told = f"not a summary: it lacks '{missing}', or another version of gossipx has written it"
-    assert refused(tmp_path) == f"{tmp_path / FILE}: {told}"
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -141,15 +128,18 @@ def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
         ("wall_seconds", None),
         ("wall_seconds", "long"),
         ("consensus_accuracy", "good"),
-        ("name", None),
         ("policy", 5),
     ],
 )
-def test_a_field_of_the_wrong_type_is_named(tmp_path: Path, name: str, value: object) -> None:
+def test_a_field_of_the_wrong_type_or_that_is_missing_is_named(tmp_path: Path, name: str, value: object) -> None:
     """After an edit by hand or by a program, the comparison must not fail with a traceback."""
-    data = {**summary_of(REPORT, REPORT).as_dict(), name: value}
-    (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
+    data = summary_of(REPORT, REPORT).as_dict()
+    (tmp_path / FILE).write_text(json.dumps({**data, name: value}), encoding="utf-8")
     assert refused(tmp_path).startswith(f"{tmp_path / FILE}: not a summary: '{name}' is ")
+    del data[name]
+    (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
+    told = f"not a summary: it lacks '{name}', or another version of gossipx has written it"
+    assert refused(tmp_path) == f"{tmp_path / FILE}: {told}"
 
 
 # --- comparing ----------------------------------------------------------------------------------------
@@ -182,26 +172,18 @@ def test_the_comparisons_figures() -> None:
     assert one.lost == other.lost == 0
 
 
-@pytest.mark.fault(50)
-def test_lost_peers_do_not_count_in_means() -> None:
-    first, second = {**REPORT, "retrievals": 10, "skipped": 10}, {**REPORT, "retrievals": 20, "skipped": 174}
+@pytest.mark.fault(44, 50)
+def test_which_peers_count_in_a_comparison() -> None:
+    """Lost ones do not count in means; a shard that was set back counts once, as each worker sees it; the delayed pulls
+    are those of all shards; a peer that trained no time has no share of it."""
+    first = {**REPORT, "retrievals": 10, "skipped": 10, "shard_rollbacks": 2, "delayed_pulls": 30}
+    second = {**REPORT, "retrievals": 20, "skipped": 174, "shard_rollbacks": 1, "delayed_pulls": 12}
     [row] = compare([summary_of(first, None, second, None)])
     assert row.retrievals == 15.0 and row.skipped == 92.0 and row.lost == 2
     assert row.accuracy == row.accuracy_worst == 0.75
-    assert row.blocked == 0.25
-
-
-@pytest.mark.fault(44)
-def test_a_shard_that_was_set_back_is_counted_once() -> None:
-    """Each worker sees it; one was restarted after the first time."""
-    [row] = compare([summary_of({**REPORT, "shard_rollbacks": 2}, None, {**REPORT, "shard_rollbacks": 1})])
-    assert row.shard_rollbacks == 2
-
-
-def test_delayed_pulls_are_those_of_all_shards() -> None:
-    """Two servers, a worker, and a lost peer: the number of peers does not matter."""
-    servers = ({**REPORT, "delayed_pulls": 30}, {**REPORT, "delayed_pulls": 12})
-    assert compare([summary_of(*servers, REPORT, None)])[0].delayed_pulls == 42
+    assert (row.blocked, row.shard_rollbacks, row.delayed_pulls) == (0.25, 2, 42)
+    idle = {**REPORT, "train_seconds": 0.0, "blocked_seconds": 0.0}
+    assert [row.blocked for one in ([idle], [idle, REPORT]) for row in compare([summary_of(*one)])] == [None, 0.25]
 
 
 def test_values_that_a_run_does_not_have_are_none() -> None:
@@ -216,18 +198,12 @@ def test_values_that_a_run_does_not_have_are_none() -> None:
     assert never.retrievals == 0.0 and tau.retrievals == 30.0
 
 
-SERVING = {
-    **REPORT,
-    "retrievals": 0,
-    "skipped": 0,
-    "failed": 0,
-    "bytes_received": 16_000_000,
-    "finish_bytes": 900_000,
-    "test_accuracy": 0.875,
-    "test_accuracy_before_finish": None,
-    "blocked_seconds": None,
-    "train_seconds": 11.0,
-}
+SERVING = (
+    REPORT
+    | {"retrievals": 0, "skipped": 0, "failed": 0, "blocked_seconds": None, "train_seconds": 11.0}
+    | {"bytes_received": 16_000_000, "finish_bytes": 900_000}
+    | {"test_accuracy": 0.875, "test_accuracy_before_finish": None}
+)
 """The report of a peer that only serves others."""
 
 
@@ -247,12 +223,6 @@ def test_a_loss_is_compared_as_an_accuracy_is() -> None:
     assert (row.loss, row.loss_worst, row.loss_before_finish, row.loss_averaged) == (2.0, 2.5, 2.5, 1.25)
     assert row.bits_per_character == 3.0
     assert row.accuracy is None
-
-
-def test_a_peer_that_trained_no_time_has_no_blocked_share() -> None:
-    idle = {**REPORT, "train_seconds": 0.0, "blocked_seconds": 0.0}
-    assert compare([summary_of(idle)])[0].blocked is None
-    assert compare([summary_of(idle, REPORT)])[0].blocked == 0.25
 
 
 # --- Runs without a final summary: the figures that their peers recorded last, and how they are listed -
@@ -372,17 +342,13 @@ def names(rows: list[Row]) -> list[tuple[str, tuple[int, ...]]]:
     return [(row.name, row.seeds) for row in rows]
 
 
-def test_an_interval_is_student_s() -> None:
-    """By hand: 1, 2, 3 have s = 1, and t is 4.303 for two degrees of freedom."""
-    found = estimate([1.0, 2.0, 3.0])
-    assert (found.mean, found.seeds) == (2.0, 3)
-    assert found.interval == pytest.approx(4.303 / math.sqrt(3))
-    assert estimate([5.0]).interval is None
-
-
 @pytest.mark.parametrize(("freedom", "expected"), [(1, 12.706), (30, 2.042), (31, 2.040), (60, 2.000), (10**6, 1.960)])
-def test_student_s_t_is_that_of_the_tables(freedom: int, expected: float) -> None:
+def test_an_interval_is_student_s(freedom: int, expected: float) -> None:
+    """By the tables; and by hand: 1, 2, 3 have s = 1, and t is 4.303 for two degrees of freedom."""
     assert student_t(freedom) == pytest.approx(expected, abs=0.0006)
+    found = estimate([1.0, 2.0, 3.0])
+    assert (found.mean, found.seeds, found.interval) == (2.0, 3, pytest.approx(4.303 / math.sqrt(3)))
+    assert estimate([5.0]).interval is None
 
 
 def test_runs_that_differ_only_in_their_seeds_share_a_row() -> None:
@@ -395,22 +361,27 @@ def test_runs_that_differ_only_in_their_seeds_share_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    "others", [{"codec": "fp16"}, {"partition": "dirichlet:alpha=0.3"}, {"iterations": 600}, {"model": "resnet20"}]
+    "others",
+    [
+        {"codec": "fp16"},
+        {"partition": "dirichlet:alpha=0.3"},
+        {"iterations": 600},
+        {"model": "resnet20"},
+        {"policy": "function a"},
+        {"seed": 0},
+    ],
 )
-def test_runs_that_differ_otherwise_do_not(others: dict[str, object]) -> None:
-    rows = compare([seeded("tau:10", 0, 0.5), seeded("tau:10", 1, 0.6, **others)])
-    assert [(row.seeds, row.accuracy) for row in rows] == [((0,), 0.5), ((1,), 0.6)]
+def test_runs_that_differ_otherwise_or_have_one_seed_do_not(others: dict[str, object]) -> None:
+    rows = compare([seeded("tau:10", 0, 0.5), seeded(**{"policy": "tau:10", "seed": 1, "accuracy": 0.6, **others})])
+    assert [(row.seeds, row.accuracy) for row in rows] == [((0,), 0.5), ((others.get("seed", 1),), 0.6)]
 
 
 def test_settings_that_no_summary_has_tell_runs_apart() -> None:
+    """And the text of a script's policy does."""
     runs = [seeded("tau:10", seed, 0.5) for seed in range(3)]
     assert len(compare(runs, ["ring", "ring", "full"])) == 2
     assert len(compare(runs, [None, None, None])) == 1
-
-
-def test_two_runs_of_one_seed_are_compared_with_each_other() -> None:
-    rows = compare([seeded("tau:10", 0, 0.5, name="first"), seeded("tau:10", 0, 0.6, name="again")])
-    assert names(rows) == [("first", (0,)), ("again", (0,))]
+    assert len(compare([seeded(f"function {name}", seed, 0.5) for name in ("a", "b") for seed in (0, 1)])) == 2
 
 
 def test_differences_are_paired_by_seed() -> None:
@@ -423,11 +394,8 @@ def test_differences_are_paired_by_seed() -> None:
     assert (difference.mean, difference.seeds) == (pytest.approx(0.01), 3), "seed 7 has no pair"
     assert difference.interval == pytest.approx(0, abs=1e-9)
     assert other.intervals["accuracy"] > 0.1
-
-
-def test_a_single_pair_has_no_interval() -> None:
-    rows = compare([seeded("tau:10", 0, 0.5), seeded("tau:10", 1, 0.5), seeded("travel:2", 1, 0.75)])
-    assert rows[1].paired["accuracy"].mean == 0.25 and rows[1].paired["accuracy"].interval is None
+    [_, single] = compare([*first[:2], second[1]])
+    assert single.paired["accuracy"].mean == pytest.approx(0.01) and single.paired["accuracy"].interval is None
 
 
 PERIODS = (seeded("tau:100", 0, 0.6, 10), seeded("tau:10", 0, 0.8, 100), seeded("tau:1", 0, 0.85, 1000))
@@ -442,16 +410,13 @@ def test_a_policy_is_compared_with_a_fixed_period_of_as_many_retrievals() -> Non
     assert "loss" not in row.fixed_period.figures
 
 
-@pytest.mark.parametrize("retrievals", [9.9, 1000.1, 0])
-def test_nothing_is_assumed_beyond_the_measured_periods(retrievals: float) -> None:
-    assert compare([*PERIODS, seeded("adaptive:0.02", 0, 0.7, retrievals)])[-1].fixed_period is None
-
-
-def test_periods_of_another_setting_or_with_a_warm_up_are_no_reference() -> None:
-    adaptive = seeded("adaptive:0.02", 0, 0.7, 30, codec="fp16")
-    assert compare([*PERIODS, adaptive])[-1].fixed_period is None
-    late = [seeded("tau:100,warmup=5", 0, 0.6, 10), seeded("tau:10,warmup=5", 0, 0.8, 100)]
-    assert compare([*late, seeded("adaptive:0.02", 0, 0.7, 30)])[-1].fixed_period is None
+def test_nothing_is_assumed_beyond_the_measured_periods() -> None:
+    """Nor from periods of another setting or with a warm-up."""
+    late = (seeded("tau:100,warmup=5", 0, 0.6, 10), seeded("tau:10,warmup=5", 0, 0.8, 100))
+    beyond = [(PERIODS, seeded("adaptive:0.02", 0, 0.7, retrievals)) for retrievals in (9.9, 1000.1, 0)]
+    others = [(PERIODS, seeded("adaptive:0.02", 0, 0.7, 30, codec="fp16")), (late, seeded("adaptive:0.02", 0, 0.7, 30))]
+    for periods, adaptive in [*beyond, *others]:
+        assert compare([*periods, adaptive])[-1].fixed_period is None
 
 
 def test_means_over_seeds_are_interpolated() -> None:
@@ -482,10 +447,6 @@ def test_a_policy_may_be_written_in_several_ways(spec: str) -> None:
     assert len(compare([seeded("tau:10", 0, 0.5), seeded(spec, 1, 0.6)])) == 1
     periods = (seeded(spec, 0, 0.8, 100), *PERIODS[::2])
     assert compare([*periods, seeded("adaptive:0.02", 0, 0.7, 50)])[-1].fixed_period is not None
-
-
-def test_policies_of_scripts_are_told_apart_by_their_text() -> None:
-    assert len(compare([seeded(f"function {name}", seed, 0.5) for name in ("a", "b") for seed in (0, 1)])) == 2
 
 
 def test_a_model_that_differs_in_one_run_differs() -> None:

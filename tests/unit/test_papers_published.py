@@ -62,7 +62,6 @@ def test_a_value_of_a_table_is_found_by_row_and_column(published: Any) -> None:
     ("old", "new", "message"),
     [
         ('id = "figure-6/never/time"', 'id = "table-2/time/alexnet/tau:10"', "twice: table-2/time/alexnet/tau:10"),
-        ('id = "figure-3/converges"', 'id = "figure-6/never/time"', "twice: figure-6/never/time"),
         ("365, 5000, 532, 5000, 250]", "365, 5000, 532, 5000]", "shorter"),
         ("365, 5000, 532, 5000, 250]", "365, 5000, 532, 5000, 250, 1]", "longer"),
     ],
@@ -71,7 +70,6 @@ def test_a_repeated_id_and_a_row_of_another_length_are_refused(
     published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, message: str
 ) -> None:
     text = (FOLDER / "adaptive-gossip.toml").read_text(encoding="utf-8")
-    assert text.count(old) == 1
     (tmp_path / "changed.toml").write_text(text.replace(old, new), encoding="utf-8")
     monkeypatch.setattr(published, "HERE", tmp_path)
     with pytest.raises(ValueError, match=message):

@@ -36,7 +36,7 @@ def written(folder: Path, peers: int = 2, tests: tuple[int, ...] = (10, 20, 30),
 
 
 def test_curves_are_means_over_peers_with_the_least_and_the_most(tmp_path: Path) -> None:
-    found = curves.read(written(tmp_path))
+    found = curves.read(written(tmp_path / "two"))
     by = found.by_megabytes  # at 10 and 20: the second peer has no 30
     np.testing.assert_allclose(by.x, [1.5, 3.0])
     np.testing.assert_allclose(by.mean, [0.15, 0.3], rtol=1e-6)
@@ -45,11 +45,8 @@ def test_curves_are_means_over_peers_with_the_least_and_the_most(tmp_path: Path)
     np.testing.assert_allclose(found.retrievals.x, [0, 10, 20, 30])
     np.testing.assert_allclose(found.retrievals.mean, [0, 1.5, 3, 4.5])
     np.testing.assert_allclose(found.by_seconds.x, [15, 30])
-
-
-def test_traffic_between_two_records_is_interpolated(tmp_path: Path) -> None:
-    found = curves.read(written(tmp_path, peers=1, tests=(5, 25)))
-    np.testing.assert_allclose(found.by_megabytes.x, [0.5, 2.5])
+    between = curves.read(written(tmp_path / "between", peers=1, tests=(5, 25)))
+    np.testing.assert_allclose(between.by_megabytes.x, [0.5, 2.5])  # the traffic between two records is interpolated
 
 
 def test_seeds_share_a_curve(tmp_path: Path) -> None:
@@ -62,12 +59,16 @@ def test_seeds_share_a_curve(tmp_path: Path) -> None:
 
 
 def test_a_run_without_accuracies_has_its_losses_drawn(tmp_path: Path) -> None:
+    """And one without either its retrievals."""
     text = curves.read(written(tmp_path / "text", figure="loss"))
     assert text.figure == "loss" and len(text.by_megabytes.x) == 2
-    images = curves.read(written(tmp_path / "images"))
+    images, bare = curves.read(written(tmp_path / "images")), curves.read(written(tmp_path / "bare", tests=()))
+    np.testing.assert_allclose(bare.retrievals.mean, [0, 1.5, 3, 4.5])
+    assert bare.by_megabytes.x.size == bare.by_seconds.x.size == 0
     for found, has, has_not in (
         ([text], ["Loss by traffic", "test loss"], "Accuracy"),
         ([text, images], ["Accuracy by traffic"], "test loss"),
+        ([bare], ["Retrievals"], "test loss"),
     ):
         runs = [Drawn(f"run-{number}", "tau:10", one) for number, one in enumerate(found)]
         plot.draw(runs, tmp_path / "one.svg")
@@ -88,13 +89,6 @@ def test_a_plot_shows_the_runs_and_is_reproducible(tmp_path: Path) -> None:
     with Image.open(tmp_path / "one.png") as picture:
         assert picture.size == (1650, 1140)
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 50
-
-
-def test_a_run_without_accuracies_has_its_retrievals_drawn(tmp_path: Path) -> None:
-    found = curves.read(written(tmp_path / "run", tests=()))
-    np.testing.assert_allclose(found.retrievals.mean, [0, 1.5, 3, 4.5])
-    assert found.by_megabytes.x.size == found.by_seconds.x.size == 0
-    plot.draw([Drawn("run", "tau:10", found)], tmp_path / "one.png")
 
 
 # --- the report of ``gossipx compare --html``: one file that needs no network -------------------------

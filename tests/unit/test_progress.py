@@ -73,16 +73,8 @@ def test_a_narrow_terminal_lacks_whole_columns_and_no_digits(
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed
 
 
-def test_events_that_arrive_together_have_no_rate() -> None:
-    status = PeerStatus("anna", iterations=1000)
-    for step in (0, 50, 100):
-        status.update({"state": "train", "step": step}, 7.0 + step * 1e-6)
-    assert status.rate is None and status.left(7.0) is None
-    status.update({"step": 200}, 9.0)
-    assert status.rate == pytest.approx(100.0)
-
-
 def test_the_rate_is_that_of_the_last_seconds_and_gives_the_time_left() -> None:
+    """Events that arrive together have none."""
     status = PeerStatus("anna", iterations=1000)
     assert status.rate is None
     for second in range(31):  # 10 iterations per second, then 2
@@ -91,6 +83,12 @@ def test_the_rate_is_that_of_the_last_seconds_and_gives_the_time_left() -> None:
     assert status.left(30.0) == (1000 - 180) / 2
     status.update({"state": "finish"}, 31.0)
     assert status.rate is None
+    at_once = PeerStatus("berta", iterations=1000)
+    for step in (0, 50, 100):
+        at_once.update({"state": "train", "step": step}, 7.0 + step * 1e-6)
+    assert at_once.rate is None and at_once.left(7.0) is None
+    at_once.update({"step": 200}, 9.0)
+    assert at_once.rate == pytest.approx(100.0)
 
 
 def test_plain_lines_say_how_long_the_run_has_trained_and_how_long_it_will(
@@ -113,14 +111,6 @@ def test_plain_lines_of_progress_are_not_more_than_one_can_read(capsys: pytest.C
         standings[0].state = "train"
         display.refresh()
     assert capsys.readouterr().out == "anna starting\n"
-
-
-def test_without_a_parent_progress_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENV_PROGRESS, raising=False)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored after the test
-    told = start_reporting()
-    told.tell(state="train")
-    assert not told.due
 
 
 def test_a_process_reports_to_its_parent_on_the_given_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,19 +137,16 @@ def test_a_process_reports_to_its_parent_on_the_given_pipe(monkeypatch: pytest.M
 def test_names_are_neither_markup_nor_emoji(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the live table and in that of a command."""
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
         monkeypatch.setenv(name, value)
     names = ["[fd00:100::7]:29400", "[/b]"]
     with Display("[red]mine", {rank: PeerStatus(name) for rank, name in enumerate(names)}):
         pass
-    printed = click.unstyle(capsys.readouterr().out)
-    for shown in ("[red]mine", *names):
-        assert shown in printed
-
-
-def test_a_table_of_a_command_shows_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table("[peer]")
-    table.add_row("[fd00:100::7]:29400")
+    live = click.unstyle(capsys.readouterr().out)
+    table = Table("[red]mine")
+    for name in names:
+        table.add_row(name)
     print_tables(table)
-    printed = capsys.readouterr().out
-    assert "[peer]" in printed and "[fd00:100::7]:29400" in printed
+    plain = click.unstyle(capsys.readouterr().out)
+    assert all(shown in printed for shown in ("[red]mine", *names) for printed in (live, plain))

@@ -53,15 +53,13 @@ def test_travel_with_the_presets_distance_pulls_as_often_as_in_the_recorded_run(
 
 
 def test_a_file(tmp_path: Path) -> None:
+    """It has a delta for more peers and iterations than were recorded, too."""
     path = tmp_path / "mine.csv"
     path.write_text("\ufeff# recorded by hand\niteration,a,b\n\n1,0.5,1e-3\n# later\n2,0.25,0\n", encoding="utf-8")
-    assert traces.load(path) == traces.load(str(path)) == traces.Trace([[0.5, 0.25], [0.001, 0.0]])
-
-
-def test_more_peers_and_iterations_than_were_recorded() -> None:
-    trace = traces.Trace([[1.0, 2.0], [3.0, 4.0]])
-    assert [trace.delta(rank, 1) for rank in range(5)] == [1.0, 3.0, 1.0, 3.0, 1.0]
-    assert [trace.delta(1, step) for step in (1, 2, 3, 1000)] == [3.0, 4.0, 4.0, 4.0]
+    trace = traces.load(path)
+    assert trace == traces.load(str(path)) == traces.Trace([[0.5, 0.25], [0.001, 0.0]])
+    assert [trace.delta(rank, 1) for rank in range(5)] == [0.5, 0.001, 0.5, 0.001, 0.5]
+    assert [trace.delta(0, step) for step in (1, 2, 3, 1000)] == [0.5, 0.25, 0.25, 0.25]
 
 
 @pytest.mark.parametrize(

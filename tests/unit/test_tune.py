@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,32 +40,32 @@ def test_figures_per_thousand_iterations() -> None:
     assert pulls.rate == pytest.approx(4e6)
 
 
-def test_a_link_that_carries_the_default_gets_the_default() -> None:
-    chosen, reason = choose(measured(0.5, 0.01, 0.01))
-    assert chosen == {"policy": "tau:10"}
-    assert reason == "exchanges take these shares of the time between two: pulls 50%, pulls, 3LC 1%, pairs, one bit 2%"
+DEFAULT, CODED, PAIRS = (candidate.settings for candidate in CANDIDATES)
 
 
-def test_a_slower_link_gets_the_first_codec_that_it_carries() -> None:
-    chosen, reason = choose(measured(0.6, 0.1, 0.02))
-    assert chosen == {"policy": "tau:10", "codec": "3lc:sparsity=1,residual=0.3"}
-    assert "pulls 60%" in reason
-
-
-def test_a_link_that_carries_none_gets_a_longer_period() -> None:
-    """Pairs of 1 s each need 20 iterations of 0.1 s to take half of the time."""
-    chosen, reason = choose(measured(30.0, 5.0, 1.0))
-    assert (chosen["policy"], chosen["mode"]) == ("tau:20", "pushpull")
-    assert "pairs, one bit 200%" in reason and reason.endswith("of pairs, one bit with tau:20, 50% at most")
-
-
-def test_a_delay_that_fewer_bytes_do_not_shorten_costs_no_values() -> None:
-    """Exchanges of 0.9 s each need 18 iterations, whatever their size."""
-    assert choose(measured(0.9, 0.9, 0.9))[0] == {"policy": "tau:18"}
-
-
-def test_a_candidate_without_figures_is_not_chosen() -> None:
-    assert choose(measured(-1, 0.1, 0.1))[0]["codec"] == "3lc:sparsity=1,residual=0.3"
+@pytest.mark.parametrize(
+    ("seconds", "expected", "told"),
+    [
+        (
+            (0.5, 0.01, 0.01),
+            DEFAULT,
+            "exchanges take these shares of the time between two: pulls 50%, pulls, 3LC 1%, pa",
+        ),
+        ((0.6, 0.1, 0.02), CODED, "pulls 60%"),
+        ((-1, 0.1, 0.1), CODED, ""),
+        # Pairs of 1 s each need 20 iterations of 0.1 s to take half of the time.
+        ((30.0, 5.0, 1.0), {**PAIRS, "policy": "tau:20"}, "pairs, one bit 200%"),
+        ((30.0, 5.0, 1.0), {**PAIRS, "policy": "tau:20"}, "of pairs, one bit with tau:20, 50% at most"),
+        # Exchanges of 0.9 s each need 18 iterations, whatever their size: fewer bytes would only cost values.
+        ((0.9, 0.9, 0.9), {"policy": "tau:18"}, ""),
+    ],
+)
+def test_a_link_gets_the_first_kind_of_exchange_that_it_carries_or_a_longer_period(
+    seconds: tuple[float, ...], expected: dict[str, Any], told: str
+) -> None:
+    """A candidate without figures is not chosen."""
+    chosen, reason = choose(measured(*seconds))
+    assert chosen == expected and told in reason
 
 
 def test_the_file_has_the_chosen_settings_and_those_given(tmp_path: Path) -> None:
