@@ -256,25 +256,21 @@ def centre_of(hub: SimPeer) -> Tensor:
     return whole
 
 
+_DESCRIBED: dict[type[Request], str] = {
+    InitialRequest: "asks {} for the initial model",
+    PullRequest: "pulls {}",
+    PushRequest: "pushes to {}",
+    PairRequest: "asks {} to pair",
+    TakeRequest: "takes from {}",
+    ElasticRequest: "uploads its model to {}",
+    CentreRequest: "asks {} for the centre",
+    FinalRequest: "asks {} for the final model",
+}
+
+
 def _described(request: Request, to: int) -> str:
     """Return the log line of a request for a model or an exchange; empty for other requests."""
-    match request:
-        case InitialRequest():
-            return f"asks {to} for the initial model"
-        case PullRequest():
-            return f"pulls {to}"
-        case PushRequest():
-            return f"pushes to {to}"
-        case PairRequest():
-            return f"asks {to} to pair"
-        case TakeRequest():
-            return f"takes from {to}"
-        case RoundRequest(wave, number):
-            return f"meets {to} in round {number}" + ("" if wave == LAST_WAVE else f" of wave {wave}")
-        case ElasticRequest():
-            return f"uploads its model to {to}"
-        case CentreRequest():
-            return f"asks {to} for the centre"
-        case FinalRequest():
-            return f"asks {to} for the final model"
-    return ""
+    if isinstance(request, RoundRequest):
+        of_wave = "" if request.wave == LAST_WAVE else f" of wave {request.wave}"
+        return f"meets {to} in round {request.round}{of_wave}"
+    return _DESCRIBED.get(type(request), "").format(to)
