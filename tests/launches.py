@@ -15,6 +15,7 @@ from gossipx.launch.start import HostsFile
 from gossipx.settings import files as config_files
 
 Run = Callable[..., int]
+Capture = pytest.CaptureFixture[str]
 
 NAMES = [f"localhost:{29400 + rank}" for rank in range(4)]
 DEADLINE = 120.0

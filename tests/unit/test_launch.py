@@ -6,15 +6,17 @@ import errno
 import json
 import os
 import signal
+import stat
 from pathlib import Path
 
 import launches
 import pytest
 from click.testing import CliRunner
-from launches import NAMES, Run, gone, hosts, script
+from launches import NAMES, Capture, Run, gone, hosts, script
 
 from gossipx.cli import main
 from gossipx.errors import GossipxError, UsageError
+from gossipx.launch.run import control_files, restarts
 from gossipx.launch.run.processes import launch
 from gossipx.launch.start import HostsFile
 from gossipx.metrics.summary import FILE, read
@@ -26,7 +28,7 @@ run, mine = launches.run, launches.mine
 # --- runs that end well -------------------------------------------------------------------------------
 
 
-def test_when_all_finish_the_summary_is_complete(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_when_all_finish_the_summary_is_complete(run: Run, mine: Path, capsys: Capture) -> None:
     assert run("train(); finish()", policy="tau:10", iterations=10, seed=4) == 0
     summary = read(mine)
     assert (summary.name, summary.policy, summary.codec, summary.seed) == ("mine", "tau:10", "none", 4)
@@ -86,7 +88,7 @@ def test_a_device_that_is_not_here_is_refused_before_anything_starts(run: Run, m
     assert not mine.exists()
 
 
-def test_a_script_sets_its_own_number_of_iterations(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_sets_its_own_number_of_iterations(run: Run, mine: Path, capsys: Capture) -> None:
     body = """
         own = {**report(rank), "iterations": 7 - rank}
         tell(result={"report": own, "reports": {}, "doubted": [], "consensus_accuracy": None, "consensus_loss": None})
@@ -130,7 +132,7 @@ def test_words_after_the_script_are_the_scripts(tmp_path: Path) -> None:
 # --- output -------------------------------------------------------------------------------------------
 
 
-def test_lines_of_output_are_passed_on_whole(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_output_are_passed_on_whole(run: Run, capsys: Capture) -> None:
     """Also markup, tabs, text like an emoji's name, and lines longer than any terminal or read."""
     body = """
         print("at 10:100:00 [bold]x[/bold]\\t:rocket:  ")
@@ -151,16 +153,14 @@ def test_lines_of_output_are_passed_on_whole(run: Run, capsys: pytest.CaptureFix
     ]
 
 
-def test_output_without_line_ends_is_shown_in_pieces(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_without_line_ends_is_shown_in_pieces(run: Run, capsys: Capture) -> None:
     """Else "gossipx run" would keep it all, and copy it at each read."""
     assert run("os.write(1, b'x' * 3_000_000); finish()", peers="localhost name=anna") == 0
     pieces = [line.removeprefix("[anna] ") for line in capsys.readouterr().out.splitlines() if "xxx" in line]
     assert "".join(pieces) == "x" * 3_000_000 and max(map(len, pieces)) < 1_200_000
 
 
-def test_a_progress_bar_of_a_script_is_shown_as_a_terminal_shows_it(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_progress_bar_of_a_script_is_shown_as_a_terminal_shows_it(run: Run, capsys: Capture) -> None:
     """A framework's bar writes itself anew after each carriage return: its states must not run together."""
     body = """
         for done in range(0, 101, 20):
@@ -177,7 +177,7 @@ def test_a_progress_bar_of_a_script_is_shown_as_a_terminal_shows_it(
 
 
 def test_output_that_a_processs_own_child_holds_open_is_not_waited_for(
-    run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, mine: Path, capsys: Capture
 ) -> None:
     """For example, a worker of a data loader that hangs."""
     body = """
@@ -200,9 +200,7 @@ def test_output_that_a_processs_own_child_holds_open_is_not_waited_for(
 
 
 @pytest.mark.fault(1)
-def test_a_killed_peer_is_named_and_the_others_continue(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_peer_is_named_and_the_others_continue(run: Run, mine: Path, capsys: Capture) -> None:
     """kill -9, even in the middle of a progress event."""
     body = """
         train()
@@ -225,9 +223,7 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize("body", [f"train(); {KILLED}", "train(); sys.exit(1)", "train()", KILLED, "sys.exit(1)"])
-def test_when_nobody_finishes_the_run_has_failed(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], body: str
-) -> None:
+def test_when_nobody_finishes_the_run_has_failed(run: Run, mine: Path, capsys: Capture, body: str) -> None:
     """If all were lost before training, its name stays free."""
     assert run(body) == 1
     assert capsys.readouterr().out.endswith("no peer finished\n")
@@ -238,9 +234,7 @@ def test_when_nobody_finishes_the_run_has_failed(
         assert summary.consensus_accuracy is None
 
 
-def test_a_script_that_never_joins_fails_with_a_message(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_never_joins_fails_with_a_message(run: Run, mine: Path, capsys: Capture) -> None:
     assert run("sys.exit() if rank == 1 else wait()") == 1
     told = f"{NAMES[1]}: its script ended without a call of gossipx.join, which makes it a peer\n"
     assert capsys.readouterr().err == told
@@ -248,7 +242,7 @@ def test_a_script_that_never_joins_fails_with_a_message(
 
 
 @pytest.mark.fault(4)
-def test_a_peer_terminated_before_it_joins_has_left(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_terminated_before_it_joins_has_left(run: Run, mine: Path, capsys: Capture) -> None:
     """At that time it cannot report so itself."""
     body = """
         if rank == 1:
@@ -260,7 +254,7 @@ def test_a_peer_terminated_before_it_joins_has_left(run: Run, mine: Path, capsys
     assert read(mine).retrievals == [10, None, 12]
 
 
-def test_an_error_of_one_peer_does_not_stop_the_run(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_one_peer_does_not_stop_the_run(run: Run, mine: Path, capsys: Capture) -> None:
     body = """
         train()
         if rank == 0:
@@ -276,7 +270,7 @@ def test_an_error_of_one_peer_does_not_stop_the_run(run: Run, mine: Path, capsys
 @pytest.mark.parametrize("who", ["rank == 0", "True"])
 @pytest.mark.fault(33)
 def test_an_error_before_training_has_begun_ends_the_run_and_frees_its_name(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], who: str
+    run: Run, mine: Path, capsys: Capture, who: str
 ) -> None:
     """The port of one peer or of all is in use: the error is shown once."""
     body = f"""
@@ -293,7 +287,7 @@ def test_an_error_before_training_has_begun_ends_the_run_and_frees_its_name(
 @pytest.mark.parametrize("code", [2, 5])
 @pytest.mark.fault(21)
 def test_an_error_that_the_user_must_fix_stops_all_and_is_shown_once(
-    run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str], code: int
+    run: Run, tmp_path: Path, mine: Path, capsys: Capture, code: int
 ) -> None:
     """Peers 1 and 2 both report it; peer 0 has not detected it, and never would."""
     body = f"""
@@ -314,9 +308,7 @@ def test_an_error_that_the_user_must_fix_stops_all_and_is_shown_once(
 
 
 @pytest.mark.fault(54)
-def test_a_peer_that_the_others_have_met_again_counts(
-    run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_that_the_others_have_met_again_counts(run: Run, tmp_path: Path, mine: Path, capsys: Capture) -> None:
     """Peer 0 is killed and started again by hand, as peer 2 reports, before peer 1 is killed: 3 of 4 are left."""
     for name in ("pid", "met"):
         os.mkfifo(tmp_path / name)
@@ -343,9 +335,7 @@ def test_a_peer_that_the_others_have_met_again_counts(
 
 
 @pytest.mark.fault(11)
-def test_with_too_few_peers_left_the_run_stops(
-    run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_too_few_peers_left_the_run_stops(run: Run, tmp_path: Path, mine: Path, capsys: Capture) -> None:
     """min_peers = 3 of 4: one peer may be lost, the second loss ends the run, which would otherwise continue
     forever."""
     body = """
@@ -367,7 +357,7 @@ def test_with_too_few_peers_left_the_run_stops(
 
 
 @pytest.mark.fault(55)
-def test_a_script_that_fails_after_the_finish_fails(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_fails_after_the_finish_fails(run: Run, mine: Path, capsys: Capture) -> None:
     """Its results are kept, and the run has failed."""
     assert run("finish(); sys.exit(rank)", peers="localhost slots=3") == 1
     printed = capsys.readouterr().out
@@ -436,7 +426,7 @@ def test_a_peer_whose_end_the_others_did_not_see(
 @pytest.mark.parametrize("error", ["peer-01/checkpoints: it cannot be written", None])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 1), ("SIGINT", 130)])
 def test_a_stopped_run_in_which_a_peer_failed_has_failed(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], name: str, code: int, error: str | None
+    run: Run, mine: Path, capsys: Capture, name: str, code: int, error: str | None
 ) -> None:
     """SIGTERM was obeyed, but the checkpoint of one peer could not be written, or its script failed after it left."""
     body = f"""
@@ -457,7 +447,7 @@ def test_a_stopped_run_in_which_a_peer_failed_has_failed(
 @pytest.mark.fault(53)
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 0), ("SIGINT", 130)])
 def test_what_scripts_do_after_the_training_can_be_stopped(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], name: str, code: int
+    run: Run, mine: Path, capsys: Capture, name: str, code: int
 ) -> None:
     body = f"""
         train()
@@ -482,9 +472,7 @@ def test_a_process_that_cannot_be_started_is_named(run: Run, mine: Path, monkeyp
 
 
 @pytest.mark.fault(53, 57)
-def test_a_stopped_run_without_room_for_its_summary_says_how_to_continue(
-    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_run_without_room_for_its_summary_says_how_to_continue(run: Run, mine: Path, capsys: Capture) -> None:
     body = """
         leave_when_asked()
         (here / "runs" / "mine" / "summary.json").mkdir(exist_ok=True)
@@ -498,7 +486,7 @@ def test_a_stopped_run_without_room_for_its_summary_says_how_to_continue(
 
 @pytest.mark.fault(53)
 def test_a_stopped_run_does_not_call_peers_of_other_machines_lost(
-    run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Nothing is known about them: they may train on, or have been stopped too."""
     monkeypatch.setenv("GOSSIPX_SECRET", "which other machines need")
@@ -506,3 +494,145 @@ def test_a_stopped_run_does_not_call_peers_of_other_machines_lost(
     assert run("stop_alone()", peers=peers, advertise="203.0.113.1", bind="0.0.0.0") == 0
     assert "lost" not in capsys.readouterr().out
     assert read(mine).stopped == ["here"]
+
+
+# --- Peers that ``gossipx run`` starts again, seen from its process ----------------------------------
+
+
+@pytest.fixture
+def restarting(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Restarts peers at once."""
+    monkeypatch.setattr(restarts, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(restarts, "LOOK_EVERY", 0.0)
+    return run
+
+
+@pytest.mark.fault(1)
+def test_a_restart_that_fails_does_not_end_the_other_peers(
+    restarting: Run, mine: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Not even by an error of use, which before the training ends the run: its script may have changed since."""
+    os.mkfifo(tmp_path / "pid")
+    body = """
+        train()
+        if rank == 1 and not (here / "again").exists():
+            (here / "again").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            (here / "pid").write_text(str(os.getpid()))
+            tell(error="its model differs", exit=2)
+            sys.exit(2)
+        await_end(int((here / "pid").read_text()))
+        finish()
+    """
+    assert restarting(body, peers="localhost slots=2", restart=1) == 1
+    printed = capsys.readouterr()
+    assert f"{NAMES[1]}: its model differs" in printed.out and printed.err == ""
+    assert read(mine).lost == [NAMES[1]]
+
+
+@pytest.mark.fault(1)
+def test_a_peer_that_dies_while_the_run_stops_is_not_started_again(restarting: Run, capsys: Capture) -> None:
+    body = """
+        if rank == 1:
+            signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            train()
+            (here / "ready").touch()
+            wait()
+        while not (here / "ready").exists():
+            pass
+        stop_alone()
+    """
+    assert restarting(body, peers="localhost slots=2", restart=3) == 0
+    printed = capsys.readouterr().out
+    assert "restart" not in printed and f"peer {NAMES[1]} is lost: killed by SIGKILL" in printed
+
+
+@pytest.mark.fault(1)
+def test_a_peer_that_was_started_by_hand_is_not_started_a_second_time(restarting: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pid")
+    body = """
+        train()
+        if rank == 1:
+            (here / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        await_end(int((here / "pid").read_text()))
+        tell(state="train", step=6, restarted=[1])
+        control = here / "runs" / "mine" / "control"
+        control.mkdir(exist_ok=True)
+        (control / "unfinished").write_text(json.dumps({"peer": NAME}))
+        (control / "unfinished").rename(control / "1.restart")
+        while not (control / "1.answer").exists():
+            pass
+        (control / "1.answer").rename(here / "answer")
+        finish(_1=report(1))
+    """.replace("NAME", repr(NAMES[1]))
+    assert restarting(body, peers="localhost slots=2") == 0
+    assert "was started by hand" in json.loads((tmp_path / "answer").read_text())["problem"]
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", 0), ("sys.exit(1)", 1)])
+def test_a_restart_that_comes_after_the_others_have_finished_is_given_up(
+    restarting: Run, mine: Path, capsys: Capture, end: str, code: int
+) -> None:
+    """Alone the peer would wait for a model that nobody has: the run ends as without a restart."""
+    body = f"""
+        if rank == 1 and (here / "died").exists():
+            tell(state="joining")
+            (here / "again").touch()
+            signal.pause()
+        train()
+        if rank == 1:
+            (here / "died").touch()
+            {end}
+        while not (here / "again").exists():
+            pass
+        finish()
+    """
+    assert restarting(body, peers="localhost slots=2", restart=1) == code
+    found = read(mine)
+    assert found.lost == [NAMES[1]] and found.retrievals[0] is not None
+    assert "the others have finished before it was back" in capsys.readouterr().out
+
+
+def test_a_script_that_fails_once_leaves_the_exit_code_as_it_is(restarting: Run) -> None:
+    body = """
+        train()
+        if rank == 1 and not (here / "died").exists():
+            (here / "died").touch()
+            sys.exit(1)
+        if rank == 1:
+            (here / "again").touch()
+        while not (here / "again").exists():
+            pass
+        finish()
+    """
+    assert restarting(body, peers="localhost slots=2", restart=1) == 0
+
+
+@pytest.mark.fault(1)
+def test_restarts_of_peers_that_this_process_did_not_start_are_theirs(restarting: Run, mine: Path) -> None:
+    """Of peers of other machines and of newcomers only other peers know: that one was restarted, and that it left."""
+    body = """
+        train()
+        tell(state="train", step=6, restarted=[7])
+        tell(state="train", step=7)
+        finish()
+    """
+    assert restarting(body, peers="localhost slots=2") == 0
+    assert read(mine).lost == []
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_only_its_owner_writes_commands_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    """Also if the directory was made with the mode of an umask before."""
+    monkeypatch.setattr(control_files, "TAKEN_WITHIN", 0.0)
+    for _ in range(2):
+        before = os.umask(umask)
+        try:
+            assert not control_files.send(tmp_path, control_files.RESTART, {"peer": "a"}, 0.0), "nobody has taken it"
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / "control").stat().st_mode) == 0o700
+        (tmp_path / "control").chmod(0o777)

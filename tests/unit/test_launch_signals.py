@@ -12,7 +12,7 @@ from typing import Any
 
 import launches
 import pytest
-from launches import NAMES, Run, gone
+from launches import NAMES, Capture, Run, gone
 
 from gossipx.launch.run import processes, stopping
 from gossipx.metrics.summary import FILE, Summary, read
@@ -34,7 +34,7 @@ def test_signal_handlers_are_restored_after_a_run(run: Run, number: signal.Signa
 
 @pytest.mark.fault(53)
 def test_peers_that_do_not_stop_are_named_and_killed_at_last(
-    run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Ctrl-C while a peer hangs in foreign code."""
     monkeypatch.setattr(stopping, "STOP_GRACE", 0.5)
@@ -126,9 +126,7 @@ def test_an_ignored_hangup_stays_ignored(run: Run) -> None:
 
 
 @pytest.mark.fault(53)
-def test_errors_and_output_of_peers_that_stop_are_shown(
-    run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_and_output_of_peers_that_stop_are_shown(run: Run, tmp_path: Path, mine: Path, capsys: Capture) -> None:
     """One peer cannot write its checkpoint, and reports no figures; the other is not ended by that."""
     os.mkfifo(tmp_path / "ready")
     body = """
@@ -155,7 +153,7 @@ def test_errors_and_output_of_peers_that_stop_are_shown(
 
 @pytest.mark.fault(4)
 def test_a_peer_that_leaves_on_request_has_neither_finished_nor_failed(
-    run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, mine: Path, capsys: Capture
 ) -> None:
     """SIGTERM arrives when one peer has finished and the other has not."""
     os.mkfifo(tmp_path / "finished")

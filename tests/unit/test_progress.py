@@ -8,7 +8,7 @@ import sys
 
 import click
 import pytest
-from launches import NAMES
+from launches import NAMES, Capture
 from rich.table import Table
 
 from gossipx.cli.output import print_tables
@@ -19,7 +19,7 @@ from gossipx.launch.run.display import Display, PeerStatus
 
 
 def test_plain_lines_of_progress_are_printed_when_something_has_changed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module, "LINES_EVERY", 0.0)
     standings = {0: PeerStatus("anna", iterations=10), 1: PeerStatus("berta", iterations=10)}
@@ -46,7 +46,7 @@ def test_plain_lines_of_progress_are_printed_when_something_has_changed(
     ],
 )
 def test_a_narrow_terminal_lacks_whole_columns_and_no_digits(
-    columns: int, absent: set[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    columns: int, absent: set[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": str(columns), "LINES": "24"}.items():
         monkeypatch.setenv(name, value)
@@ -92,7 +92,7 @@ def test_the_rate_is_that_of_the_last_seconds_and_gives_the_time_left() -> None:
 
 
 def test_plain_lines_say_how_long_the_run_has_trained_and_how_long_it_will(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: 104.0)
     status = PeerStatus("anna", iterations=500)
@@ -104,7 +104,7 @@ def test_plain_lines_say_how_long_the_run_has_trained_and_how_long_it_will(
     assert capsys.readouterr().out == "anna train 100/500 10 it/s pulls 0  1:14 elapsed, about 0:40 left\n"
 
 
-def test_plain_lines_of_progress_are_not_more_than_one_can_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_of_progress_are_not_more_than_one_can_read(capsys: Capture) -> None:
     standings = {0: PeerStatus("anna")}
     with Display("mine", standings) as display:
         display.refresh()
@@ -134,9 +134,7 @@ def test_a_process_reports_to_its_parent_on_the_given_pipe(monkeypatch: pytest.M
         ]
 
 
-def test_names_are_neither_markup_nor_emoji(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_neither_markup_nor_emoji(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the live table and in that of a command."""
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
         monkeypatch.setenv(name, value)

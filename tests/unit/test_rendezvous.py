@@ -256,15 +256,17 @@ def starts(world: LaunchWorld, folders: Sequence[Path], **settings: Any) -> list
     return made
 
 
+def begun(world: LaunchWorld, folder: Path, **settings: Any) -> set[tuple[str, int]]:
+    """Return name and resumed size of the run that three processes begin in a shared directory."""
+    return {(one.settings.run.name, one.resumed_size) for one in starts(world, [folder] * 3, **settings)}
+
+
 def test_one_directory_on_a_shared_file_system(world: LaunchWorld, tmp_path: Path) -> None:
     made = starts(world, [tmp_path] * 3)
-    assert {one.settings.run.name for one in made} == {"tau"} and {one.directory.path for one in made} == {
-        tmp_path / "tau"
-    }
+    assert {(one.settings.run.name, one.directory.path) for one in made} == {("tau", tmp_path / "tau")}
     assert [one.here for one in made] == [[0], [1], [2]]
     assert sorted(entry.name for entry in made[0].directory.path.iterdir()) == ["config.toml", "hosts.txt"]
-    again = starts(world, [tmp_path] * 3)
-    assert {one.settings.run.name for one in again} == {"tau-2"}
+    assert begun(world, tmp_path) == {("tau-2", 0)}
     refused = starts(world, [tmp_path] * 3, name="tau")
     assert "already exists: give another --name, or --overwrite" in str(refused[0])
     assert all(str(one) == f"rank 0 aborted: {refused[0]}" and one.exit_code == 2 for one in refused[1:])
@@ -276,43 +278,36 @@ def checkpoint(run: Path, rank: int, job: str) -> None:
 
 
 @pytest.mark.fault(74)
-@pytest.mark.parametrize("name", [None, "mine"])
-def test_a_later_attempt_continues_the_run_of_its_job(world: LaunchWorld, tmp_path: Path, name: str | None) -> None:
+@pytest.mark.parametrize("given", [{}, {"name": "mine"}])
+def test_a_later_attempt_continues_the_run_of_its_job(
+    world: LaunchWorld, tmp_path: Path, given: dict[str, str]
+) -> None:
     """If any rank sees a checkpoint: others may have had none yet, or have lost their disk."""
-    folders = [tmp_path] * 3
-    given = {} if name is None else {"name": name}
-    starts(world, folders, **given)
-    checkpoint(tmp_path / (name or "tau"), 1, "")
-    again = starts(replace(world, attempt=1), folders, overwrite=True, **given)
-    assert {(one.settings.run.name, one.resumed_size) for one in again} == {(name or "tau", 3)}
+    name = given.get("name", "tau")
+    assert begun(world, tmp_path, **given) == {(name, 0)}
+    checkpoint(tmp_path / name, 1, "")
+    again = starts(replace(world, attempt=1), [tmp_path] * 3, overwrite=True, **given)
+    assert {(one.settings.run.name, one.resumed_size) for one in again} == {(name, 3)}
     assert [one.environment(one.here[0], False)[ENV_RESUME] for one in again] == ["1"] * 3
-    assert store_of(tmp_path / (name or "tau"), 1).find() == 3
-    once_more = starts(replace(world, attempt=2), folders, **given)
-    assert {(one.settings.run.name, one.resumed_size) for one in once_more} == {(name or "tau", 3)}
+    assert store_of(tmp_path / name, 1).find() == 3
+    assert begun(replace(world, attempt=2), tmp_path, **given) == {(name, 3)}
 
 
 @pytest.mark.fault(74)
-def test_a_later_attempt_without_a_checkpoint_begins_its_run_anew(
+def test_a_later_attempt_without_a_checkpoint_or_of_another_job_begins_anew(
     world: LaunchWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Under the same name."""
-    starts(world, [tmp_path] * 3)
-    again = starts(replace(world, attempt=1), [tmp_path] * 3)
-    assert {(one.settings.run.name, one.resumed_size) for one in again} == {("tau", 0)}
+    """Under the same name; or a run of its own, if the job failed before it began this one, which the counter alone
+    does not show."""
+    assert begun(world, tmp_path) == begun(replace(world, attempt=1), tmp_path) == {("tau", 0)}
     assert [entry.name for entry in tmp_path.iterdir()] == ["tau"]
     told = (
         "attempt 1 of this srun job: run tau is of an earlier one; without a checkpoint (--checkpoint-every) this one"
     )
     assert caplog.text.count(told) == 1
-
-
-@pytest.mark.fault(74)
-def test_a_later_attempt_continues_no_run_of_another_job(world: LaunchWorld, tmp_path: Path) -> None:
-    """The job failed before it began this run: the counter alone does not show that."""
-    starts(world, [tmp_path] * 3)
     checkpoint(tmp_path / "tau", 0, "")
     other = replace(world, job="other", attempt=1)
-    assert {(one.settings.run.name, one.resumed_size) for one in starts(other, [tmp_path] * 3)} == {("tau-2", 0)}
+    assert begun(other, tmp_path) == {("tau-2", 0)}
     refused = starts(other, [tmp_path] * 3, name="tau")
     assert "already exists" in str(refused[0]) and store_of(tmp_path / "tau", 0).find() == 3
 
@@ -329,8 +324,7 @@ def test_a_run_that_its_job_has_completed_is_not_begun_again(world: LaunchWorld,
         return ended.value.code
 
     assert each(world, range(3), act) == [0, 0, 0]
-    second = starts(replace(world, job="test.1", attempt=1), [tmp_path] * 3)
-    assert {one.settings.run.name for one in second} == {"tau-2"}
+    assert begun(replace(world, job="test.1", attempt=1), tmp_path) == {("tau-2", 0)}
 
 
 @pytest.mark.fault(74)
@@ -418,34 +412,36 @@ def test_a_name_that_leads_elsewhere_is_not_followed(world: LaunchWorld, tmp_pat
     assert "--name '../../etc'" in str(each(world, range(2), act)[1])
 
 
-def test_processes_on_different_machines_record_their_own_settings(world: LaunchWorld, tmp_path: Path) -> None:
-    settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
-    made = RunDirectory(settings, b"127.0.0.1\n")
-    own = files.resolve({"name": "x", "logdir": str(tmp_path), "advertise": "elsewhere"})
-    shared = SharedDirectory(made.path, None, 1, own)
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[RunDirectory]:
+    """The directory of a run ``x``."""
+    directory = RunDirectory(files.resolve({"name": "x", "logdir": str(tmp_path)}), b"127.0.0.1\n")
+    yield directory
+    directory.release()
+
+
+def shared_by(made: RunDirectory, rank: int = 0, **settings: Any) -> SharedDirectory:
+    given = files.resolve({"name": "x", "logdir": str(made.path.parent), **settings})
+    return SharedDirectory(made.path, None, rank, given)
+
+
+def test_processes_on_different_machines_record_their_own_settings(made: RunDirectory) -> None:
+    shared = shared_by(made, 1, advertise="elsewhere")
     assert shared.config == made.path / "config-01.toml"
     assert files.resolve(files.load(shared.config)).exchange.advertise == "elsewhere"
-    assert SharedDirectory(made.path, None, 1, settings).config == made.path / "config.toml"
+    assert shared_by(made, 1).config == made.path / "config.toml"
     assert not (made.path / "config-01.toml").exists()
     shared.revert()
     assert made.path.is_dir(), "others may train in it"
-    made.release()
 
 
-def test_the_most_complete_summary_is_kept(world: LaunchWorld, tmp_path: Path) -> None:
-    settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
-    made = RunDirectory(settings, b"127.0.0.1\n")
+def test_the_most_complete_summary_is_kept(made: RunDirectory) -> None:
     figures(["a"]).write(made.path)  # by the run before it was resumed
-    first, second, third = (SharedDirectory(made.path, None, rank, settings) for rank in range(3))
+    first, second, third = (shared_by(made, rank) for rank in range(3))
     assert first.conclude(figures(["a", "b"])) and second.conclude(figures([]))
     assert not third.conclude(figures([])) and not third.conclude(figures(["a"]))
     assert summary.read(made.path).lost == []
     assert not list(made.path.glob("*.tmp"))
-    made.release()
-
-
-def without_locks(*arguments: Any) -> None:
-    raise OSError(errno.ENOLCK, "No locks available")
 
 
 @pytest.mark.parametrize(
@@ -457,12 +453,14 @@ def without_locks(*arguments: Any) -> None:
     ],
 )
 def test_a_summary_that_cannot_be_locked_is_written_and_told(
-    problem: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    problem: str, told: str, made: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A process that was stopped while it wrote must not hold up the others for ever."""
-    settings = files.resolve({"name": "x", "logdir": str(tmp_path), "peer_timeout": 0.5})
-    made = RunDirectory(settings, b"127.0.0.1\n")
-    shared = SharedDirectory(made.path, None, 0, settings)
+
+    def without_locks(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    shared = shared_by(made, peer_timeout=0.5)
     with (made.path / "config.toml").open() as other:
         if problem == "held":
             fcntl.flock(other, fcntl.LOCK_EX)
@@ -475,7 +473,6 @@ def test_a_summary_that_cannot_be_locked_is_written_and_told(
     (line,) = caplog.messages
     assert f"summary.json: writing it without a lock ({told})" in line
     monkeypatch.undo()
-    made.release()
 
 
 def figures(lost: list[str]) -> Summary:
