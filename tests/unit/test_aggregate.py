@@ -204,10 +204,7 @@ def test_an_accuracy_or_figures_by_name(result: Any, found: dict[str, float], ca
         (None, "evaluate returned a NoneType as accuracy: it must return an accuracy from 0 to 1, or numbers by name"),
         ({"loss": "high", "accuracy": 0.5}, "evaluate returned a str as loss: it must return"),
         ({"loss": torch.zeros(2), "accuracy": 0.5}, "evaluate returned a Tensor as loss: it must return"),
-        (
-            {"test/loss": 1.0, "accuracy": 0.5},
-            "evaluate returned a figure named 'test/loss': use letters, digits and _",
-        ),
+        ({"test/loss": 1.0, "accuracy": 0.5}, "evaluate returned a figure named 'test/loss': use letters, digits"),
         ({3: 1.0, "accuracy": 0.5}, "evaluate returned a figure named 3: use letters"),
     ],
     ids=str,

@@ -81,7 +81,7 @@ def answers(peer: Peer, *requests: Request) -> list[Answer]:
 
 
 @pytest.mark.parametrize(
-    ("request_", "settings", "most"),
+    ("kind", "settings", "most"),
     [
         (PullRequest(1, 30.0), {}, 4),
         (PullRequest(1, 30.0), {"max_served": 2}, 2),
@@ -90,11 +90,9 @@ def answers(peer: Peer, *requests: Request) -> list[Answer]:
         (PushRequest(7, 1), {"mode": "push", "max_pushes": 3}, 3),
     ],
 )
-def test_the_number_of_requests_served_at_once(
-    make: Make, request_: Request, settings: dict[str, Any], most: int
-) -> None:
-    found = [type(answer.reply) for answer in answers(make(**settings), *[request_] * 7)]
-    served = ModelReply if isinstance(request_, PullRequest) else AcceptReply
+def test_the_number_of_requests_served_at_once(make: Make, kind: Request, settings: dict[str, Any], most: int) -> None:
+    found = [type(answer.reply) for answer in answers(make(**settings), *[kind] * 7)]
+    served = ModelReply if isinstance(kind, PullRequest) else AcceptReply
     assert found == [served] * most + [BusyReply] * (7 - most)
 
 

@@ -130,11 +130,7 @@ def test_codecs_that_need_no_references_are_suggested_and_accepted(mode: str) ->
     ("given", "has_script", "ran"),
     [
         ("adaptive", False, "adaptive:threshold=0.75,relative=true,max_silence=100"),
-        (
-            "adaptive:warmup=9,max_silence=50",
-            False,
-            "adaptive:threshold=0.75,relative=true,warmup=9,max_silence=50",
-        ),
+        ("adaptive:warmup=9,max_silence=50", False, "adaptive:threshold=0.75,relative=true,warmup=9,max_silence=50"),
         ("adaptive:relative=true", False, "adaptive:threshold=0.75,relative=true,max_silence=100"),
         ("adaptive", True, "adaptive:threshold=0.75,relative=true,max_silence=100"),
         ("adaptive:0.02", True, "adaptive:threshold=0.02"),
@@ -243,9 +239,7 @@ def test_the_optimizer_is_the_models_or_another_with_a_rate_of_its_own(
         assert refused(**given).startswith(told)
 
 
-@pytest.mark.parametrize(
-    "given", [{"task": "text"}, {"model": "transformer"}, {"task": "text", "model": "transformer"}]
-)
+@pytest.mark.parametrize("given", [{"task": "text"}, {"model": "transformer"}])
 def test_text_selects_the_transformer_and_the_transformer_text(given: dict[str, Any], tmp_path: Path) -> None:
     made = effective(**given, base_lr=0.01, weight_decay=0.0, policy="travel")
     task = made.task

@@ -84,9 +84,7 @@ def test_commands_options_and_values_are_offered(place: Path, line: str, offered
     assert asked(place, line) == offered
 
 
-@pytest.mark.parametrize(
-    "line", ["gossipx run --codec ", "gossipx run --topology ", "gossipx run --sync ", "gossipx compare "]
-)
+@pytest.mark.parametrize("line", ["gossipx run --codec ", "gossipx run --topology ", "gossipx compare "])
 def test_a_key_press_loads_nothing_large(place: Path, line: str) -> None:
     look = "import sys; print('large:', *{'torch', 'numpy', 'networkx', 'tensorboard'} & set(sys.modules), sep='')"
     assert "large:" in asked(place, line, look)

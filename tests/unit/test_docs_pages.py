@@ -49,8 +49,7 @@ def test_every_sync_model_is_named_with_all_of_its_keys(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "name"),
-    [("server.md", name) for name in BUILT_IN] + [("policies.md", name) for name in policies.BUILT_IN],
+    ("page", "name"), [("server.md", name) for name in BUILT_IN] + [("policies.md", name) for name in policies.BUILT_IN]
 )
 def test_every_spec_has_its_row(page: str, name: str) -> None:
     rows = re.findall(r"^\| `.*?\|", text_of([page]), re.MULTILINE)
@@ -130,9 +129,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     """Pages of the repository root; Sphinx checks those of docs/. Links to the repository lead to files here."""
     text = page.read_text(encoding="utf-8")
     targets = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
-    links = re.findall(r"\]\(([^)]+)\)", text) + [
-        targets.get(label, label) for label in re.findall(r"\]\[(.+?)\]", text)
-    ]
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    links += [targets.get(label, label) for label in re.findall(r"\]\[(.+?)\]", text)]
     assert links and set(targets.values()) <= set(links)
     for link in links:
         path, _, anchor = re.sub(rf"^{REPOSITORY}/(blob|raw)/main/", "", link).partition("#")
@@ -187,10 +185,7 @@ def test_examples_are_read_in_order_with_what_is_run_first_and_what_is_not(tmp_p
     [
         ("```bash\nls\n", "page.md:1: a fence that is not closed"),
         ("<!-- run first: ls\n", "page.md:1: a comment that is not closed"),
-        (
-            "<!-- not run: for no reason -->\n\n```bash\nls\n```\n",
-            "page.md:1: 'not run' stands on the line before a fence",
-        ),
+        ("<!-- not run: for no reason -->\n\n```bash\nls\n```\n", "page.md:1: 'not run' stands on the line before"),
     ],
 )
 def test_a_page_that_cannot_be_read_says_where(tmp_path: Path, text: str, problem: str) -> None:

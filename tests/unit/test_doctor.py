@@ -68,11 +68,6 @@ def measured(latency: float | None = None, offset: float = 0.0, rate: float | No
     return well(ways={1: Measurement(latency, offset, rate, why)})
 
 
-def rates(*rates: float | None) -> Findings:
-    ways = {host: Measurement(1e-3, 0.0, rate) for host, rate in enumerate(rates) if rate}
-    return well(len(rates), ways=ways)
-
-
 def models(here: dict[str, Any], there: dict[str, Any], model: str = "") -> Findings:
     return well(facts=here, reached={1: Line(1, "ok", "", there)}, model=model)
 
@@ -115,6 +110,7 @@ def test_without_a_fault_each_rule_gives_one_ok_line(count: int, slots: int) -> 
     assert all(one.text.isprintable() and one.advice.isprintable() for one in said)
 
 
+LINK = Measurement(1e-3, 0.0, 1e8)
 ONE, OTHER = ({**FACTS, "model": digest * 64} for digest in "12")
 VERDICTS: list[tuple[Findings, str, str, tuple[str, ...]]] = [
     (resolved(("10.0.0.1",), ()), "fail", "names", ("b does not resolve on a (unknown)",)),
@@ -141,7 +137,8 @@ VERDICTS: list[tuple[Findings, str, str, tuple[str, ...]]] = [
     (measured(1e-3, 2.0), "warn", "clock", ("2.0 s ahead of a's",)),
     (measured(3.0, 2.0), "ok", "clock", ("clocks within 2000.0 ms",)),
     (well(), "ok", "bandwidth", ("800 Mbit/s to a",)),
-    (rates(1e8, 1e7, 1e8), "ok", "bandwidth", ("80 Mbit/s to 800 Mbit/s",)),  # the first is this machine
+    # The first is this machine.
+    (well(3, ways={0: LINK, 1: replace(LINK, rate=1e7), 2: LINK}), "ok", "bandwidth", ("80 Mbit/s to 800 Mbit/s",)),
     (measured(1e-3, 0.0, 0.0), "fail", "bandwidth", ("b → a: small messages arrive in time, 64 KiB", "MTU")),
     (measured(why="it has hung up"), "warn", "bandwidth", ("it has hung up", "try again")),
     (measured(1e-3, why="it was busy with other hosts"), "warn", "bandwidth", ("it was busy",)),
@@ -356,9 +353,7 @@ def test_shared_or_missing_cuda_devices_are_reported() -> None:
 SECRET = FixedSecrets((Secret(b"0123456789abcdef"),))
 
 
-def asked(
-    first: CheckupRequest, secret: FixedSecrets | None = None, proves: bool = True
-) -> tuple[Any, BaseException | None]:
+def asked(first: CheckupRequest, secret: FixedSecrets | None = None, proves: bool = True) -> tuple[Any, Any]:
     """Return the reply of a run's peer to the first request on a connection, and the error that the peer raised."""
     me, other = (Hello(rank, name, 2, "digest", "model") for rank, name in enumerate("ab"))
     links = Links("a", 2, 10.0)

@@ -193,20 +193,12 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "advertise", "told"),
     [
-        (
-            f"{ELSEWHERE} slots=2\n203.0.113.2\n",
-            None,
-            " no line is this machine: add one, or name its host by --advert",
-        ),
+        (f"{ELSEWHERE} slots=2\n203.0.113.2\n", None, " no line is this machine: add one, or name its host by"),
         ("# two\n127.0.0.1\n203.0.113.1", None, "2: '127.0.0.1' is loopback, which other machines cannot reach"),
         ("# two\nlocalhost\n203.0.113.1", None, "2: 'localhost' is loopback, which other machines cannot reach"),
         (f"localhost\n{ELSEWHERE}\n", "localhost", "1: 'localhost' is loopback, which other machines cannot reach"),
         ("localhost slots=2", "elsewhere", " no line has the host 'elsewhere' that --advertise names"),
-        (
-            "localhost slots=2\n\n127.0.0.1:29401\n",
-            None,
-            "3: '127.0.0.1:29401' is the same address as 'localhost:29401",
-        ),
+        ("localhost slots=2\n\n127.0.0.1:29401\n", None, "3: '127.0.0.1:29401' is the same address as 'localhost"),
         (f"# hosts\n\n{NO_SUCH_NAME}\n", None, f"3: host '{NO_SUCH_NAME}' does not resolve ("),
         (f"{ELSEWHERE}:5000\n{NO_SUCH_NAME}:5000", None, f"2: host '{NO_SUCH_NAME}' does not resolve ("),
         (f"{ELSEWHERE}:5000\n{NO_SUCH_NAME}:5000 nat", None, " no line is this machine"),  # its own host may know it
@@ -287,9 +279,7 @@ def test_where_a_peer_listens(tmp_path: Path, host: str, bind: str, expected: st
         ),
     ],
 )
-def test_a_peer_that_would_not_be_found_where_it_listens_is_refused(
-    tmp_path: Path, host: str, bind: str, told: str
-) -> None:
+def test_a_peer_that_is_not_found_where_it_listens_is_refused(tmp_path: Path, host: str, bind: str, told: str) -> None:
     """Off loopback it needs --bind."""
     file = hosts(tmp_path, f"# one\n{host}\n")
     with pytest.raises(UsageError) as caught:

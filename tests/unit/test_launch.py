@@ -446,9 +446,7 @@ def test_a_stopped_run_in_which_a_peer_failed_has_failed(
 
 @pytest.mark.fault(53)
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 0), ("SIGINT", 130)])
-def test_what_scripts_do_after_the_training_can_be_stopped(
-    run: Run, mine: Path, capsys: Capture, name: str, code: int
-) -> None:
+def test_scripts_can_be_stopped_after_training(run: Run, mine: Path, capsys: Capture, name: str, code: int) -> None:
     body = f"""
         train()
         finish()
@@ -508,9 +506,7 @@ def restarting(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 @pytest.mark.fault(1)
-def test_a_restart_that_fails_does_not_end_the_other_peers(
-    restarting: Run, mine: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_failed_restart_ends_no_other_peer(restarting: Run, mine: Path, tmp_path: Path, capsys: Capture) -> None:
     """Not even by an error of use, which before the training ends the run: its script may have changed since."""
     os.mkfifo(tmp_path / "pid")
     body = """

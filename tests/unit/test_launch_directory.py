@@ -22,9 +22,7 @@ run, mine = launches.run, launches.mine
 # --- names and directories ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "body", ["tell(error='wrong', exit=2)", "os.kill(os.getppid(), signal.SIGINT); signal.pause()"]
-)
+@pytest.mark.parametrize("body", ["tell(error='wrong', exit=2)", "os.kill(os.getppid(), signal.SIGINT); wait()"])
 def test_a_failed_overwrite_leaves_the_previous_run(run: Run, mine: Path, body: str) -> None:
     assert run("finish()", seed=1) == 0
     (mine / "peer-00").mkdir()
@@ -42,9 +40,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize(
-    "error", [Killed(), pytest.param(OSError(28, "No space left on device"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("error", [Killed(), pytest.param(OSError(28, "No space"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["rename", "mkdir", "replace", "write_bytes", "go"])
 def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
     run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException
@@ -113,9 +109,7 @@ def test_an_empty_directory_can_be_overwritten(run: Run, mine: Path) -> None:
     assert run("finish()", overwrite=True) == 0
 
 
-def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_replaced_stays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("old")
 
     def fails(*given: object) -> None:

@@ -57,7 +57,7 @@ def test_peers_that_do_not_stop_are_named_and_killed_at_last(
 
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_second_interruption_kills_without_grace(
+def test_a_second_interrupt_kills_at_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str
 ) -> None:
     """The child reacts to the first signal by sending the second; without it, the grace period is an hour."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -48,14 +49,9 @@ def in_place(module: nn.Module) -> None:
             parameter.mul_(2)
 
 
-MOVES = [moved_by_data, moved_by_vector, converted_and_back, shared, in_place]
-
-
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", [moved_by_data, moved_by_vector, converted_and_back, shared, in_place])
 @pytest.mark.parametrize("sampled", [None, 0])
-def test_moved_values_are_measured_and_mixed_as_if_changed_in_place(
-    move: Callable[[nn.Module], None], sampled: int | None
-) -> None:
+def test_moved_values_are_mixed_as_if_changed_in_place(move: Callable[[nn.Module], None], sampled: int | None) -> None:
     module, expected = network(), network()
     arena, other = ParameterArena(module, sampled=sampled), ParameterArena(expected, sampled=sampled)
     theirs = model_of(ParameterArena(network(1)))
@@ -168,18 +164,6 @@ def test_a_buffer_that_is_added_or_grows_is_told_once_and_training_goes_on(
 # --- refusals -----------------------------------------------------------------------------------------
 
 
-def assigned(module: nn.Module) -> None:
-    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
-
-
-def unfrozen(module: nn.Module) -> None:
-    module[2].weight.requires_grad_(True)
-
-
-def grown(module: nn.Module) -> None:
-    module.append(nn.Linear(2, 2))
-
-
 def given_a_new_head(module: nn.Module) -> None:
     module[2] = nn.Linear(5, 9)
 
@@ -191,11 +175,14 @@ def reshaped(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (assigned, "'0.weight' is another Parameter than at gossipx.join (load_state_dict(assign=True)?)"),
+        (
+            lambda module: module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True),
+            "'0.weight' is another Parameter than at gossipx.join (load_state_dict(assign=True)?)",
+        ),
         (nn.Module.double, "'0.weight' was changed from float32 to float64 after gossipx.join"),
         (reshaped, "'0.bias' was changed from (4,) to (5,) after gossipx.join"),
-        (unfrozen, "'2.weight' was unfrozen after gossipx.join"),
-        (grown, "'3.weight' was added to the model"),
+        (lambda module: module[2].weight.requires_grad_(True), "'2.weight' was unfrozen after gossipx.join"),
+        (lambda module: module.append(nn.Linear(2, 2)), "'3.weight' was added to the model"),
         (given_a_new_head, "'2.weight' is another Parameter"),
     ],
 )

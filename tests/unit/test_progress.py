@@ -18,9 +18,7 @@ from gossipx.launch.run import display as progress_module
 from gossipx.launch.run.display import Display, PeerStatus
 
 
-def test_plain_lines_of_progress_are_printed_when_something_has_changed(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_lines_are_printed_when_something_has_changed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "LINES_EVERY", 0.0)
     standings = {0: PeerStatus("anna", iterations=10), 1: PeerStatus("berta", iterations=10)}
     with Display("mine", standings) as display:

@@ -246,9 +246,7 @@ class RefusedError(Exception):
         (ConnectionRefusedError(), "--recorder wandb: ConnectionRefusedError"),
     ],
 )
-def test_wandb_that_refuses_is_one_line(
-    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_wandb_refuses(error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**arguments: Any) -> None:
         raise error
 
@@ -260,9 +258,7 @@ def test_wandb_that_refuses_is_one_line(
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_service_that_is_not_installed_names_its_extra(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_service_names_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not, where it is
     with pytest.raises(UsageError, match=rf"^--recorder {name} needs {name}: pip install '\.\[{name}\]' in your clone"):
         recorders.open_all(name, None, of(tmp_path))
@@ -299,10 +295,8 @@ def test_mlflow_records_in_a_local_store(tmp_path: Path, monkeypatch: pytest.Mon
     client = mlflow.MlflowClient(store)
     number = client.get_experiment_by_name("tests").experiment_id
     (run,) = client.search_runs([number])
-    assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "train/loss")] == [
-        (10, 1.0),
-        (20, 0.5),
-    ]
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(one.step, one.value) for one in history] == [(10, 1.0), (20, 0.5)]
     assert run.data.params["policy"] == "tau:10"
 
 
@@ -334,9 +328,7 @@ def test_scalars_and_the_page_are_in_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.fault(77)
 @pytest.mark.parametrize("behind", [0, 60, 10**6])
-def test_curves_stay_in_order_if_the_clock_is_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: int
-) -> None:
+def test_curves_are_in_order_if_a_clock_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
     """Of a run that resumes twice: readers order the files of a directory by the time in their names."""
     now = [1_900_000_000.0]
     monkeypatch.setattr(event_file.time, "time", lambda: now[0])

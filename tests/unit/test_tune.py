@@ -46,11 +46,7 @@ DEFAULT, CODED, PAIRS = (candidate.settings for candidate in CANDIDATES)
 @pytest.mark.parametrize(
     ("seconds", "expected", "told"),
     [
-        (
-            (0.5, 0.01, 0.01),
-            DEFAULT,
-            "exchanges take these shares of the time between two: pulls 50%, pulls, 3LC 1%, pa",
-        ),
+        ((0.5, 0.01, 0.01), DEFAULT, "exchanges take these shares of the time between two: pulls 50%, pulls, 3LC 1%"),
         ((0.6, 0.1, 0.02), CODED, "pulls 60%"),
         ((-1, 0.1, 0.1), CODED, ""),
         # Pairs of 1 s each need 20 iterations of 0.1 s to take half of the time.

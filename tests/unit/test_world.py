@@ -199,10 +199,7 @@ def test_gossipx_master_has_precedence() -> None:
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', not an integer from 1"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
         ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
-        (
-            {**TORCHRUN, "MASTER_ADDR": "http://n1:29500"},
-            "MASTER_ADDR is 'http://n1:29500', not a host name or address",
-        ),
+        ({**TORCHRUN, "MASTER_ADDR": "http://n1:29500"}, "MASTER_ADDR is 'http://n1:29500', not a host name"),
         ({**TORCHRUN, "GOSSIPX_RANK": "1"}, "GOSSIPX_RANK is '1', but by torchrun this process is rank 3"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "SLURM_STEP_NODELIST: 'node[' is not a list of hosts"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node["}, "or set GOSSIPX_MASTER=host[:port]"),
@@ -220,9 +217,7 @@ def test_contradicting_variables_are_named(environ: dict[str, str], told: str) -
 def test_the_rank_in_a_given_list() -> None:
     assert rank_among(TORCHRUN, 8, Path("hosts.txt")) == 3
     assert rank_among({}, 8, Path("hosts.txt")) is None
-    assert rank_among({"RANK": "0", "WORLD_SIZE": "1"}, 8, Path("hosts.txt")) is None, (
-        "one process says nothing of peers"
-    )
+    assert rank_among({"RANK": "0", "WORLD_SIZE": "1"}, 8, Path("hosts.txt")) is None, "it says nothing of peers"
     with pytest.raises(UsageError, match=r"hosts.txt: names 4 peers, but torchrun started 8 processes"):
         rank_among(TORCHRUN, 4, Path("hosts.txt"))
 
