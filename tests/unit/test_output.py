@@ -9,7 +9,7 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from gossipx.cli.output import _Unfailing
 from gossipx.metrics.summary import read
 
 pytestmark = pytest.mark.fault(71)
+LOST = "standard output: No space left on device; what is missing there is lost"
 PLAIN = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ENCODINGS = {
     "latin-1": {"PYTHONIOENCODING": "latin-1"},
@@ -48,7 +49,12 @@ def no_terminal() -> int:
     return terminal
 
 
-OUTLETS: list[object] = [no_reader, no_terminal, pytest.param(full_disk, marks=needs_full)]
+@pytest.fixture(params=[no_reader, no_terminal, pytest.param(full_disk, marks=needs_full)])
+def outlet(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
+    """Where output is lost, and whether someone misses it."""
+    writing = request.param()
+    yield writing, request.param is full_disk
+    os.close(writing)
 
 
 def gossipx(*arguments: str | Path, stdout: int = subprocess.PIPE, **more: str) -> subprocess.CompletedProcess[bytes]:
@@ -66,17 +72,11 @@ def run(directory: Path, body: str, **how: object) -> subprocess.CompletedProces
 # --- runs ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outlet", OUTLETS)
-def test_a_run_continues_without_its_output(tmp_path: Path, outlet: Callable[[], int]) -> None:
-    writing = outlet()
-    try:
-        ended = run(tmp_path, "print('hello'); train(); print('more', flush=True); finish()", stdout=writing)
-    finally:
-        os.close(writing)
+def test_a_run_continues_without_its_output(tmp_path: Path, outlet: tuple[int, bool]) -> None:
+    writing, is_missed = outlet
+    ended = run(tmp_path, "print('hello'); train(); print('more', flush=True); finish()", stdout=writing)
     assert ended.returncode == 0
-    assert ended.stderr.decode().splitlines() == (
-        ["standard output: No space left on device; what is missing there is lost"] if outlet is full_disk else []
-    )
+    assert ended.stderr.decode().splitlines() == [LOST] * is_missed
     assert read(tmp_path / "runs" / "mine").lost == []
 
 
@@ -164,20 +164,13 @@ def test_tables_are_shown_on_every_console(tmp_path: Path, commands: list[list[s
     assert b"retrievals per peer" in printed and b"31.0" in printed
 
 
-@pytest.mark.parametrize("outlet", OUTLETS)
 def test_a_command_whose_output_is_lost_fails_only_if_someone_misses_it(
-    tmp_path: Path, commands: list[list[str]], outlet: Callable[[], int]
+    tmp_path: Path, commands: list[list[str]], outlet: tuple[int, bool]
 ) -> None:
-    writing = outlet()
-    try:
-        codes, _, errors = each(tmp_path, commands, stdout=writing)
-    finally:
-        os.close(writing)
-    if outlet is full_disk:
-        assert codes == [1] * 4 + [0, 1], "but gossipx run"
-        assert errors.decode().count("standard output: No space left on device; what is missing there is lost\n") == 6
-    else:
-        assert codes == CODES
+    writing, is_missed = outlet
+    codes, _, errors = each(tmp_path, commands, stdout=writing)
+    assert codes == ([1] * 4 + [0, 1] if is_missed else CODES), "but gossipx run"
+    assert errors.decode().splitlines().count(LOST) == 6 * is_missed
 
 
 def test_a_reader_that_is_slow_loses_nothing_where_the_pipe_does_not_block(tmp_path: Path) -> None:
