@@ -101,20 +101,15 @@ def hosts(directory: Path, text: str) -> Path:
     return file
 
 
-def launcher(directory: Path) -> Run:
-    """Return a function that launches a script as every peer of the run ``mine``, and returns the exit code."""
-
-    def launched(body: str, *arguments: str, peers: str = "localhost slots=3", **settings: Any) -> int:
-        given = config_files.resolve({"logdir": str(directory / "runs"), "name": "mine", **settings})
-        return launch(HostsFile(hosts(directory, peers)), given, [str(script(directory, body)), *arguments]).code
-
-    return launched
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Launches a script as every peer of the run ``mine``, in this process; returns the exit code."""
-    return launcher(tmp_path)
+
+    def launched(body: str, *arguments: str, peers: str = "localhost slots=3", **settings: Any) -> int:
+        given = config_files.resolve({"logdir": str(tmp_path / "runs"), "name": "mine", **settings})
+        return launch(HostsFile(hosts(tmp_path, peers)), given, [str(script(tmp_path, body)), *arguments]).code
+
+    return launched
 
 
 @pytest.fixture

@@ -12,45 +12,7 @@ from torch import Tensor
 
 from gossipx.hub import ElasticExchange
 from gossipx.model.pool import typed
-from gossipx.protocol.effects import (
-    AddPeer,
-    Adopt,
-    ApplyWave,
-    Effect,
-    Keep,
-    Merge,
-    Mix,
-    ReportEntry,
-    ReportOutcome,
-    Send,
-    Stop,
-)
-from gossipx.protocol.events import (
-    AskEntry,
-    ChangeServers,
-    Event,
-    Failed,
-    Fault,
-    Merged,
-    Mixed,
-    Poisoned,
-    Received,
-    SwitchSync,
-)
-from gossipx.protocol.messages import (
-    LAST_WAVE,
-    CentreRequest,
-    ElasticRequest,
-    FinalRequest,
-    InitialRequest,
-    PairRequest,
-    PullRequest,
-    PushRequest,
-    Request,
-    RoundRequest,
-    Stage,
-    TakeRequest,
-)
+from gossipx.protocol import effects, events, messages
 from gossipx.runtime.driver.captures import Retrieval
 from gossipx.sim import Network, SimPeer, World
 
@@ -77,7 +39,7 @@ class Transcript:
 
     def __init__(self, peer: SimPeer):
         self.retrievals: list[MixedModel] = []
-        self.entries: list[ReportEntry] = []
+        self.entries: list[effects.ReportEntry] = []
         self._peer = peer
         self._senders: dict[int, int] = {}  # of models and replies, by ticket
         self._requesters: dict[Hashable, int] = {}  # by key
@@ -88,44 +50,44 @@ class Transcript:
     def _keep(self, retrieval: Retrieval) -> None:
         self.retrievals.append(MixedModel(**vars(retrieval), time=self._peer.world.now, step=self._peer.step))
 
-    def _tell(self, what: Event | Effect) -> None:
+    def _tell(self, what: events.Event | effects.Effect) -> None:
         if line := self._line(what):
             self._peer.note(line)
 
-    def _line(self, what: Event | Effect) -> str:
+    def _line(self, what: events.Event | effects.Effect) -> str:
         """Return the line of an event or an effect; empty: it has none."""
         match what:
-            case Received(sender, key):
+            case events.Received(sender, key):
                 self._requesters[key] = sender
-            case Mixed(ticket):
+            case events.Mixed(ticket):
                 return self._actions.pop(ticket, "")
-            case Merged(ticket, _, sound) if action := self._actions.pop(ticket, ""):
+            case events.Merged(ticket, _, sound) if action := self._actions.pop(ticket, ""):
                 return action if sound else f"refuses the model of {self._senders.get(ticket)}"
-            case Poisoned(ticket) | Failed(ticket, Fault.POISONED):
+            case events.Poisoned(ticket) | events.Failed(ticket, events.Fault.POISONED):
                 return f"refuses the model of {self._senders.get(ticket)}"
-            case Failed(ticket, fault):
+            case events.Failed(ticket, fault):
                 return f"has no answer of {self._senders.get(ticket)}: {fault.name}"
-            case Keep(key, ticket):
+            case effects.Keep(key, ticket):
                 self._senders[ticket] = self._requesters[key]
-            case AddPeer(peer):
+            case effects.AddPeer(peer):
                 return f"hears of {peer.rank}"
-            case Send(ticket, to, request):
+            case effects.Send(ticket, to, request):
                 self._senders[ticket] = to
                 return _described(request, to)
-            case Mix(ticket):
+            case effects.Mix(ticket):
                 self._actions[ticket] = f"mixes {self._senders[ticket]}"
-            case Merge(ticket, into):
+            case effects.Merge(ticket, into):
                 verb = "takes in" if self._is_centre(into) else "mixes"
                 self._actions[ticket] = f"{verb} {self._senders[ticket]}"
-            case ApplyWave(ticket):
+            case effects.ApplyWave(ticket):
                 self._actions[ticket] = "takes the mean in"
-            case Adopt(ticket):
+            case effects.Adopt(ticket):
                 self._actions[ticket] = f"adopts the model of {self._senders[ticket]}"
-            case Stop(reason):
+            case effects.Stop(reason):
                 return f"must stop: {reason}"
-            case ReportOutcome(_, problem):
+            case effects.ReportOutcome(_, problem):
                 return problem or "has switched the sync model"
-            case ReportEntry():
+            case effects.ReportEntry():
                 self.entries.append(what)
         return ""
 
@@ -163,7 +125,7 @@ class LoggedWorld(World[SimPeer]):
         super().note(rank, what)
         peer = self.peers[rank]
         is_new = what == f"is {peer.role.stage.name}" and rank not in self.before_finish
-        if is_new and Stage.FINISH <= peer.role.stage < Stage.LEFT:
+        if is_new and messages.Stage.FINISH <= peer.role.stage < messages.Stage.LEFT:
             self.before_finish[rank] = peer.weights()
 
     def lines(self, rank: int, what: str = "") -> list[str]:
@@ -174,7 +136,9 @@ class LoggedWorld(World[SimPeer]):
         """Return the models that a peer has mixed, or merged in a wave, while training."""
         return self.transcripts[rank].retrievals
 
-    def join(self, name: str, contacts: Sequence[int], make: Callable[[ReportEntry], SimPeer], at: float) -> None:
+    def join(
+        self, name: str, contacts: Sequence[int], make: Callable[[effects.ReportEntry], SimPeer], at: float
+    ) -> None:
         """From ``at`` on a process asks peers in turn to admit it, and then starts as a peer; ``make`` returns it.
 
         Args:
@@ -188,7 +152,7 @@ class LoggedWorld(World[SimPeer]):
                 peer = self.peers.get(rank)
                 if peer is None or peer.down_since is not None:
                     continue
-                self._tell(rank, AskEntry(0, name, name, 29_400, name))
+                self._tell(rank, events.AskEntry(0, name, name, 29_400, name))
                 entry = self.transcripts[rank].entries.pop()
                 if entry.refusal:
                     self._to_start -= 1
@@ -224,25 +188,25 @@ class LoggedWorld(World[SimPeer]):
         self, rank: int, at: float, sync: str, shard: int | None = None, apply: str = "", pulls: str = ""
     ) -> None:
         """At ``at``, request on peer ``rank`` that a shard, or all (None), switch to another sync model."""
-        self.at(at, lambda: self._tell(rank, SwitchSync(0, shard, sync, apply, pulls)))
+        self.at(at, lambda: self._tell(rank, events.SwitchSync(0, shard, sync, apply, pulls)))
 
     def change_servers(self, rank: int, at: float, servers: Sequence[int]) -> None:
         """At ``at``, request on peer ``rank`` that the shards move to other servers."""
-        self.at(at, lambda: self._tell(rank, ChangeServers(0, tuple(servers))))
+        self.at(at, lambda: self._tell(rank, events.ChangeServers(0, tuple(servers))))
 
-    def _tell(self, rank: int, event: Event) -> None:
+    def _tell(self, rank: int, event: events.Event) -> None:
         peer = self.peers[rank]
         peer.act(lambda: peer.handle(event))
 
 
 def trained_bytes(peer: SimPeer) -> int:
     """Return the bytes of models and tables that a peer received while training."""
-    return peer.driver.received_before(Stage.AGREE) - peer.driver.received_before(Stage.START)
+    return peer.driver.received_before(messages.Stage.AGREE) - peer.driver.received_before(messages.Stage.START)
 
 
 def finish_bytes(peer: SimPeer) -> int:
     """Return the bytes of models that a peer received in the finish."""
-    return peer.endpoint.bytes_received - peer.driver.received_before(Stage.AGREE)
+    return peer.endpoint.bytes_received - peer.driver.received_before(messages.Stage.AGREE)
 
 
 def centre_of(hub: SimPeer) -> Tensor:
@@ -256,21 +220,21 @@ def centre_of(hub: SimPeer) -> Tensor:
     return whole
 
 
-_DESCRIBED: dict[type[Request], str] = {
-    InitialRequest: "asks {} for the initial model",
-    PullRequest: "pulls {}",
-    PushRequest: "pushes to {}",
-    PairRequest: "asks {} to pair",
-    TakeRequest: "takes from {}",
-    ElasticRequest: "uploads its model to {}",
-    CentreRequest: "asks {} for the centre",
-    FinalRequest: "asks {} for the final model",
+_DESCRIBED: dict[type[messages.Request], str] = {
+    messages.InitialRequest: "asks {} for the initial model",
+    messages.PullRequest: "pulls {}",
+    messages.PushRequest: "pushes to {}",
+    messages.PairRequest: "asks {} to pair",
+    messages.TakeRequest: "takes from {}",
+    messages.ElasticRequest: "uploads its model to {}",
+    messages.CentreRequest: "asks {} for the centre",
+    messages.FinalRequest: "asks {} for the final model",
 }
 
 
-def _described(request: Request, to: int) -> str:
+def _described(request: messages.Request, to: int) -> str:
     """Return the log line of a request for a model or an exchange; empty for other requests."""
-    if isinstance(request, RoundRequest):
-        of_wave = "" if request.wave == LAST_WAVE else f" of wave {request.wave}"
+    if isinstance(request, messages.RoundRequest):
+        of_wave = "" if request.wave == messages.LAST_WAVE else f" of wave {request.wave}"
         return f"meets {to} in round {request.round}{of_wave}"
     return _DESCRIBED.get(type(request), "").format(to)

@@ -50,18 +50,9 @@ def one_line(result: Result) -> str:
 
 def summary(name: str, retrievals: float, **others: object) -> Summary:
     """Return the summary of two peers, the second of which is lost."""
-    report = {
-        **dict.fromkeys(PER_PEER, 1.0),
-        "retrievals": retrievals,
-        "delayed_pulls": 7,
-        "bytes_received": 2_000_000,
-        "finish_bytes": 250_000,
-        "test_accuracy": 0.75,
-        "test_loss": None,
-        "test_loss_before_finish": None,
-        "train_seconds": 10.0,
-        "blocked_seconds": 0.5,
-    }
+    report = dict.fromkeys(PER_PEER, 1.0) | {"retrievals": retrievals, "delayed_pulls": 7}
+    report |= {"bytes_received": 2_000_000, "finish_bytes": 250_000, "train_seconds": 10.0, "blocked_seconds": 0.5}
+    report |= {"test_accuracy": 0.75, "test_loss": None, "test_loss_before_finish": None}
     ended = {"consensus_accuracy": 0.8125, "consensus_loss": None, "wall_seconds": 12.34}
     return summary_of(report, None, name=name, **{**ended, **others})
 
@@ -134,12 +125,10 @@ def test_wrong_arguments_exit_2_and_are_named(place: Path, arguments: list[str],
         (["run", "train.py", "--peers=hosts.txt"], "--peers stands after SCRIPT (train.py)"),
         (["run", "train.py", "--config", "run.toml"], "--config stands after SCRIPT (train.py)"),
         (["run", "--dry-run", "train.py", "--peers", "hosts.txt"], "--peers stands after SCRIPT (train.py)"),
-        (["run", "--seeds", "0-1", "train.py", "--peers", "hosts.txt"], "--peers stands after SCRIPT (train.py)"),
         (["tune", "train.py", "--peers", "hosts.txt"], "--peers stands after SCRIPT (train.py)"),
         (["doctor", "train.py", "--peers", "hosts.txt"], "--peers stands after SCRIPT (train.py)"),
         (["run", "hosts.txt"], "'hosts.txt' was read as SCRIPT: give --peers hosts.txt"),
         (["doctor", "hosts.txt"], "'hosts.txt' was read as SCRIPT"),
-        (["tune", "hosts.txt"], "'hosts.txt' was read as SCRIPT"),
         (["peer", "join", "train.py", "--peers", "host:29400"], "--peers stands after SCRIPT (train.py)"),
     ],
 )
@@ -157,7 +146,6 @@ def test_an_argument_in_the_wrong_place_is_named(place: Path, arguments: list[st
         (["--policy", "adaptve"], ["unknown policy 'adaptve'", "did you mean 'adaptive'?", "tau"]),
         (["--policy", "adaptive:treshold=1"], ["unknown key 'treshold'", "did you mean 'threshold'?"]),
         (["--policy", "tau:often"], ["policy 'tau:often': period='often' is not INTEGER"]),
-        (["--policy", "tau:0"], ["period must be at least 1 iteration"]),
         (["--model", "lenett"], ["unknown model 'lenett'", "did you mean 'lenet'?"]),
         (["--mixing", "averge"], ["unknown mixing 'averge'", "did you mean 'average'?"]),
         (["--weights", "push-sum"], ["--weights push-sum needs --mode push, not pull: leave one out"]),
@@ -167,7 +155,6 @@ def test_an_argument_in_the_wrong_place_is_named(place: Path, arguments: list[st
         (["--mode", "push", "--serve-share", "0.1"], ["--serve-share limits answers to pulls", "--mode push"]),
         (["--transport", "shm", "--max-rate", "1gbit"], ["--max-rate 1gbit limits network traffic", "--transport shm"]),
         (["--partition", "dirichlet:alpha=-1"], ["partition 'dirichlet:alpha=-1'"]),
-        (["--peer-timeout", "1e300"], ["at most 86400"]),
         (["--logdir", ""], ["--logdir is empty"]),
         (["--lr-steps", "0.9,0.1"], ["--lr-steps must be in ascending order: 0.9, 0.1"]),
         (["--bind", "999.1.1.1"], ["--bind '999.1.1.1' is not an address"]),

@@ -69,7 +69,6 @@ def asked(place: Path, line: str, after: str = "") -> set[str]:
         ("gossipx run --policy t", {"plain,tau", "plain,travel"}),
         ("gossipx run --policy = ad", {"plain,adaptive"}),  # bash splits --policy=ad so
         ("gossipx run --policy tau :", set()),  # bash splits --policy tau: so; it must not offer files
-        ("gossipx run --policy tau : 1", set()),
         ("gossipx run --policy tau : 10 --codec 3", {"plain,3lc"}),
         ("gossipx run --peers h", {"file,h"}),
         ("gossipx run --resume ", {"plain,adaptive", "plain,tau"}),

@@ -185,18 +185,15 @@ def test_a_preset_overrides_the_file_of_a_run(tmp_path: Path) -> None:
     [
         # Unknown tables.
         ("[run]\nseed = 1\n\n[snyc]\npolicy = 'never'\n", "4", ["unknown table 'snyc'", "did you mean 'sync'?"]),
-        ("[zzz]\n", "1", ["unknown table 'zzz'", "one of run, task, sync, hub, server, exchange"]),
         ("[[run]]\nseed = 1\n", "1", ["'run'", "table"]),
         # Settings outside tables, unknown ones, and ones in the wrong table.
         ("# mine\nseed = 3\n[run]\n", "2", ["'seed'", "it belongs in [run]"]),
         ("# mine\n\nsede = 3\n", "3", ["'sede'", "did you mean 'seed'?"]),
         ("run = 3\n", "1", ["'run'", "table"]),
-        ("[run]\nsede = 3\n", "2", ["unknown setting 'sede' in [run]", "did you mean 'seed'?"]),
         ("[run]\nseed = 1\n[run.deeper]\nx = 1\n", "3", ["unknown setting 'deeper' in [run]"]),
         ("[run]\nname = 'a'\n# policy\npolicy = 'never'\n", "4", ["unknown setting 'policy' in [run]", "[sync]"]),
         # Wrong types.
         ("[run]\nseed = 'one'\n", "2", ["seed is not an integer: 'one'"]),
-        ("[run]\nseed = true\n", "2", ["seed is not an integer: True"]),
         ("[run]\nname = 5\n", "2", ["name is not text: 5"]),
         ("[run]\noverwrite = 1\n", "2", ["overwrite is not true or false: 1"]),
         ("[exchange]\npeer_timeout = 'long'\n", "2", ["peer_timeout is not a number: 'long'"]),
@@ -248,10 +245,8 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         ({"polcy": "never"}, ["unknown setting 'polcy'", "did you mean 'policy'?"]),
         ({"iterations": 0}, ["--iterations is 0: at least 1"]),
         ({"peer_timeout": "soon"}, ["--peer-timeout is not a number: 'soon'"]),
-        ({"lr_steps": "0.5;0.7"}, ["--lr-steps is not a number: '0.5;0.7'"]),
         ({"finish": "never"}, ["--finish is 'never': one of consensus, none"]),
         ({"blocking": "true"}, ["--blocking is not true or false"]),
-        ({"name": 5}, ["--name is not text: 5"]),
     ],
 )
 def test_an_error_on_the_command_line_names_its_option(given: dict[str, Any], parts: list[str]) -> None:
@@ -277,12 +272,8 @@ def test_no_setting_accepts_an_unreasonably_large_number(number: str) -> None:
     [
         {"max_rate": "9" * 330 + "mbit"},
         {"policy": "adaptive:threshold=1e999"},
-        {"policy": "travel:distance=1e999"},
-        {"policy": "drift:distance=1e999"},
-        {"policy": "random:p=1e999"},
         {"policy": "tau:" + "9" * 5000},
         {"mixing": "average:beta=1e999"},
-        {"mixing": "aged:half_life=1e999"},
         {"schedule": "inner-outer:outer=1e999"},
         {"partition": "dirichlet:alpha=1e999"},
     ],

@@ -311,13 +311,13 @@ def test_the_hosts_file_is_named_by_option_or_in_the_config_file(tmp_path: Path)
     for name in ("one", "other"):
         (tmp_path / f"{name}.txt").write_text("192.0.2.1\n")
     (tmp_path / "run.toml").write_text(f"[run]\npeers = '{tmp_path}/one.txt'\n")
-    by_file = ["doctor", "--config", str(tmp_path / "run.toml")]
-    for command, cause in (
+    by_file = ["--config", str(tmp_path / "run.toml")]
+    for options, cause in (
         (by_file, f"{tmp_path}/one.txt: no line is this machine"),
         ([*by_file, "--peers", f"{tmp_path}/other.txt"], f"{tmp_path}/other.txt: no line is this machine"),
-        (["doctor"], "no peers given: give --peers hosts.txt"),
+        ([], "no peers given: give --peers hosts.txt"),
     ):
-        ended = CliRunner().invoke(main, command)
+        ended = CliRunner().invoke(main, ["doctor", *options])
         assert ended.exit_code == 2 and ended.stderr.startswith(cause), ended.output
 
 

@@ -117,7 +117,6 @@ def test_comments_and_blank_lines_count_as_lines_and_nothing_else(tmp_path: Path
         ("[1.2.3.4]", "'[1.2.3.4]' is not an IPv6 address"),
         # By which each machine means itself: two would start the same rank.
         ("0.0.0.0:5001", "'0.0.0.0' is every address of a machine: write the one at which others reach it, or local"),
-        ("[::]", "'::' is every address of a machine"),
         ("*", "'*' is every address of a machine"),
         # Hosts that no peer can have, whatever a resolver would make of them.
         ("two..dots", "'two..dots' is not a host name: its parts between dots need 1 to 63 characters"),
@@ -129,7 +128,6 @@ def test_comments_and_blank_lines_count_as_lines_and_nothing_else(tmp_path: Path
         ("a slot=2", "'slot=2' is not one of slots=N, device=cuda:0, name=TEXT, nat (did you mean 'slots'?)"),
         ("b nta", "'nta' is not one of slots=N, device=cuda:0, name=TEXT, nat (did you mean 'nat'?)"),
         ("a slots=", "'slots=' is not one of"),
-        ("a =x", "'=x' is not one of"),
         ("a slots=2 slots=3", "'slots' is given twice"),
         # Numbers of slots, and names.
         ("a slots=0", "slots '0' is not an integer from 1"),
@@ -147,14 +145,9 @@ def test_comments_and_blank_lines_count_as_lines_and_nothing_else(tmp_path: Path
         ("node1:16 binding=core:1", "port '16' is not an integer from 1024 to 65535"),
         ("node1,node2", "'node1,node2' is not host[:port]: write one line per host, such as 'node1 slots=4'"),
         ("node[1-4]", "'node[1-4]' is not host[:port]: write one line per host"),
-        ("[gpu:children]", "'[gpu:children]' is not an IPv6 address"),
         ("me@node1", "'me@node1' is not host[:port]"),
-        ("2*node1", "'2*node1' is not host[:port]"),
-        ("/ip4/10.0.0.7/tcp/29401", "'/ip4/10.0.0.7/tcp/29401' is not host[:port]"),
         ("tcp://node1:29401", "'tcp://node1:29401' is not host[:port]"),
-        ("'node1 slots=2'", "''node1' is not host[:port]"),
         ("a slots = 2", "'slots' is not one of slots=N, device=cuda:0, name=TEXT, nat"),
-        ("a max_slots=4", "'max_slots=4' is not one of slots=N"),
         ("node1 4 all.q@node1 UNDEFINED", "'4' is not one of slots=N"),
     ],
 )

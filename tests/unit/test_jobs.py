@@ -105,7 +105,6 @@ IN_PODS = ["kubernetes", "--peers", "2", "--image", "x"]
         (["slurm", "--partition", "a b"], "--partition 'a b'"),
         (["slurm", "--nodes", "0"], "--nodes"),
         (["slurm", "--nodes", "60000", "--peers-per-node", "1024"], "are 61440000 peers: at most 65536"),
-        (["slurm", "--time", "١٢"], "--time"),
         (["slurm", "--name", "é"], "--name 'é'"),
         (["slurm", "--nodes", "2", "--", "--bind", "127.0.0.1"], "--bind 127.0.0.1 is not reachable from other mach"),
         (["slurm", "--nodes", "2", "--", "--bind", "10.0.0.1"], "--bind 10.0.0.1 is one machine's address"),
@@ -118,7 +117,6 @@ IN_PODS = ["kubernetes", "--peers", "2", "--image", "x"]
         ([*IN_PODS, "--claim", "Bad!"], "--claim 'Bad!'"),
         ([*IN_PODS, "--claim", "c", "--", "--logdir", "here"], "--logdir here"),
         ([*IN_PODS, "--name", "A_b"], "--name 'A_b': at most 61 lowercase letters"),
-        ([*IN_PODS, "--name", "a" * 62], "--name"),
     ],
 )
 def test_invalid_options_are_refused(arguments: list[str], cause: str) -> None:

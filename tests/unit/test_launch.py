@@ -63,9 +63,8 @@ def test_the_environment_of_a_peer(
     run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch, threads: str | None
 ) -> None:
     """A number of threads in the environment stands."""
-    if threads is None:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    else:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     body = """
         names = ("GOSSIPX_CONFIG", "GOSSIPX_PEERS", "GOSSIPX_DEVICE", "OMP_NUM_THREADS")

@@ -32,24 +32,16 @@ RELIED_ON = {
 }
 """Keys of summary.json that users rely on (the design, "Public surface")."""
 
-REPORT = {
-    **dict.fromkeys(COUNTED, 0),
-    "retrievals": 30,
-    "delayed_pulls": 0,
-    "bytes_received": 4_000_000,
-    "finish_bytes": 500_000,
+REPORT = dict.fromkeys(COUNTED, 0)
+REPORT |= {"retrievals": 30, "delayed_pulls": 0, "skipped": 3, "failed": 1, "unwritten": 0}
+REPORT |= {"bytes_received": 4_000_000, "finish_bytes": 500_000, "consensus_distance": 0.125}
+REPORT |= {
     "test_accuracy": 0.75,
     "test_accuracy_before_finish": 0.5,
     "test_loss": 0.625,
     "test_loss_before_finish": 1.25,
-    "consensus_distance": 0.125,
-    "train_seconds": 8.0,
-    "blocked_seconds": 2.0,
-    "overhead_seconds": 0.5,
-    "skipped": 3,
-    "failed": 1,
-    "unwritten": 0,
 }
+REPORT |= {"train_seconds": 8.0, "blocked_seconds": 2.0, "overhead_seconds": 0.5}
 """The report of one peer."""
 
 
@@ -120,12 +112,10 @@ def test_a_file_that_is_no_summary_is_reported(tmp_path: Path, text: bytes, told
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("retrievals", 30),
         ("retrievals", [30]),
         ("blocked_seconds", [1.0, 2.0, 3.0]),
         ("lost", None),
         ("agreed", "yes"),
-        ("wall_seconds", None),
         ("wall_seconds", "long"),
         ("consensus_accuracy", "good"),
         ("policy", 5),

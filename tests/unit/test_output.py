@@ -23,11 +23,7 @@ from gossipx.metrics.summary import read
 pytestmark = pytest.mark.fault(71)
 LOST = "standard output: No space left on device; what is missing there is lost"
 PLAIN = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-ENCODINGS = {
-    "latin-1": {"PYTHONIOENCODING": "latin-1"},
-    "ascii": {"PYTHONIOENCODING": "ascii"},
-    "C": {**PLAIN, "LC_ALL": "C"},
-}
+ENCODINGS = {name: {"PYTHONIOENCODING": name} for name in ("latin-1", "ascii")} | {"C": {**PLAIN, "LC_ALL": "C"}}
 """Environments whose consoles cannot show every letter."""
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is the kernel's, on Linux alone")
 

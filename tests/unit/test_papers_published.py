@@ -86,11 +86,8 @@ def test_a_repeated_id_and_a_row_of_another_length_are_refused(
         (-0.1, "", "loss", -0.15, 0.1, "yes"),
         (1.38, "", "times SSP", 1.2, None, "yes"),  # of a ratio, what is above 1 is compared
         (1.38, "", "×", 1.06, None, "other size"),
-        (1.38, "", "×", 0.9, None, "NO"),
         (28.5, "up to", "%", 15, None, "yes"),
         (28.5, "up to", "%", 1, None, "other size"),
-        (28.5, "up to", "%", 0.0, None, "NO"),
-        (56.9, "at least", "points", 500, None, "yes"),
         (56.9, "at least", "points", 20, None, "other size"),
         (5, "within", "points", -3, None, "yes"),
         (5, "within", "points", 5.1, None, "NO"),

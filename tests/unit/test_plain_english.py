@@ -43,18 +43,16 @@ PATTERN = re.compile(
 )
 
 
+READ = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "setup.cfg", ".ci/run")
+
+
 def files() -> Iterator[Path]:
     """All that people read here, but for what is generated."""
-    yield from (
-        ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "setup.cfg", ".ci/run")
-    )
+    yield from (ROOT / name for name in READ)
     for folder in ("gossipx", "tests", "bin", "docs", "examples", "topologies"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if (
-                path.is_file()
-                and path.suffix in ("", ".py", ".md", ".toml")
-                and not {"_build", "__pycache__"} & {*path.parts}
-            ):
+            is_made = {"_build", "__pycache__"} & {*path.parts}
+            if path.is_file() and path.suffix in ("", ".py", ".md", ".toml") and not is_made:
                 yield path
 
 

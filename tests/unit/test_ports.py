@@ -5,16 +5,17 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from pathlib import Path
 
+import launches
 import pytest
-from launches import launcher
+from launches import Capture, Run
 from ports import free_ports
 
 from gossipx.launch.ports import kept_free, reserve
 from gossipx.transports import Address, tcp
 
 HERE = "127.0.0.1"
+run = launches.run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems let nobody listen on a bound port")
 
@@ -53,7 +54,7 @@ def test_ports_are_kept_free_and_those_in_use_are_left_to_the_peers() -> None:
         assert not is_taken(free)
 
 
-def test_a_run_holds_the_ports_of_its_peers_from_its_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_holds_the_ports_of_its_peers_from_its_start(run: Run, capsys: Capture) -> None:
     """Between the start of a peer and the moment it listens, an outgoing connection got the port."""
     first, second = free_ports(2)
     body = f"""
@@ -67,6 +68,6 @@ def test_a_run_holds_the_ports_of_its_peers_from_its_start(tmp_path: Path, capsy
         train()
         finish(_0=report(0), _1=report(1))
     """
-    assert launcher(tmp_path)(body, peers=f"{HERE}:{first}\n{HERE}:{second}") == 0
+    assert run(body, peers=f"{HERE}:{first}\n{HERE}:{second}") == 0
     assert capsys.readouterr().out.count("another program gets: Address already in use") == 2
     assert not is_taken(first)

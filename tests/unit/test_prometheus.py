@@ -15,17 +15,8 @@ from gossipx.metrics import prometheus
 
 pytest.importorskip("prometheus_client", reason="figures are served by the package prometheus-client")
 
-STATUS: dict[str, Any] = {
-    "stage": "train",
-    "iteration": 120,
-    "retrievals": 12,
-    "loss": 0.5,
-    "accuracy": None,
-    "waiting": False,
-    "suspects": [1, 3],
-    "lost": [],
-    "bytes_received": 1000,
-}
+STATUS: dict[str, Any] = {"stage": "train", "iteration": 120, "retrievals": 12, "loss": 0.5, "accuracy": None}
+STATUS |= {"waiting": False, "suspects": [1, 3], "lost": [], "bytes_received": 1000}
 
 
 def test_an_address_is_on_loopback_unless_it_says_otherwise() -> None:

@@ -196,7 +196,6 @@ def test_gossipx_master_has_precedence() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, but with WORLD_SIZE 2 ranks are 0 to 1"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', not an integer from 0"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', not an integer from 1"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
         ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
         ({**TORCHRUN, "MASTER_ADDR": "http://n1:29500"}, "MASTER_ADDR is 'http://n1:29500', not a host name"),
@@ -229,13 +228,11 @@ def test_the_rank_in_a_given_list() -> None:
     ("nodelist", "hosts"),
     [
         ("login", ["login"]),
-        ("a,b.example.org", ["a", "b.example.org"]),
         ("node[01-03,7]", ["node01", "node02", "node03", "node7"]),
         ("gpu[1-2,4]x", ["gpu1x", "gpu2x", "gpu4x"]),
         ("n[9-11]", ["n9", "n10", "n11"]),
         ("n[098-101]", ["n098", "n099", "n100", "n101"]),
         ("a[1-2,5]b[3-4],c", ["a1b3", "a1b4", "a2b3", "a2b4", "a5b3", "a5b4", "c"]),
-        ("[1-2]", ["1", "2"]),
     ],
 )
 def test_a_node_list(nodelist: str, hosts: list[str]) -> None:
