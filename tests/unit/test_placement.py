@@ -65,7 +65,9 @@ def test_every_element_lies_on_one_server_and_every_empty_table_too(name: str, s
     assert checked(placement_from(name), tables_of(sizes), servers) == placed
 
 
-def test_split_tables() -> None:
+def test_where_ranges_and_slices_end() -> None:
+    sizes = [3, 5, 1, 3, 6]
+    assert placement_from("range").decide(tables_of(sizes), 3) == wholes([[0], [1, 2], [3, 4]], sizes)
     tables = tables_of([5, 0, 4])
     assert Uniform().decide(tables, 2) == [
         [Partition(0, 0, 3), Partition(2, 0, 2)],
