@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from typing import Any
+
 import pytest
 import served
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import agree, equal, slow
+from modes import agree, equal
+from modes import slow as slow_network
 from property_tests import examples
 from seeds import some
 from toy import ITERATIONS, SIZE, TIMEOUT, before, bound, ended, models, until, within, world
@@ -17,7 +22,12 @@ from gossipx.peer.agreement import COMPARISONS
 from gossipx.settings.modes import Elastic
 from gossipx.sim import Network
 
-MODES = [{}, {"exchange": "waves"}, {"mode": "pushpull"}, {"mode": "push", "weights": "push-sum"}]
+MODES: list[Any] = [{}, {"exchange": "waves"}, {"mode": "pushpull"}, {"mode": "push", "weights": "push-sum"}]
+HUB = Elastic(hub="0", alpha=0.2)
+EXCHANGES = [*MODES, {"hub": HUB}]
+NAMES = ["pull", "waves", "pushpull", "push-sum", "hub"]
+LONG = 50 * TIMEOUT  # until long after the others have ended
+slow = functools.partial(slow_network, 0.01)
 
 
 def agreed(made: LoggedWorld, ranks: list[int]) -> bool:
@@ -31,7 +41,7 @@ def agreed(made: LoggedWorld, ranks: list[int]) -> bool:
 @pytest.mark.parametrize("size", some([3, 4, 5, 8], 3, 5))
 @pytest.mark.parametrize("after", [0.1, 0.5, 1.2, 1.7])
 def test_a_peer_lost_in_the_finish(how: str, size: int, after: float):
-    made = until(world(size, network=slow(0.01), policy="never"), 1, "is AGREE")
+    made = until(world(size, network=slow(), policy="never"), 1, "is AGREE")
     if how == "crash":
         made.crash(1, made.now + after)
     else:
@@ -52,7 +62,7 @@ def test_the_chosen_model_is_the_mean_of_the_most(holder_dies: bool):
 
     It asks 2 for the mean of all, and after the death of 2 takes it from 0.
     """
-    made = until(world(4, network=slow(0.01), policy="never"), 3, "meets 1 in round 1")
+    made = until(world(4, network=slow(), policy="never"), 3, "meets 1 in round 1")
     made.crash(3, made.now + 0.2)
     if holder_dies:
         until(made, 1, "asks 2 for the final model")
@@ -73,7 +83,7 @@ def test_the_chosen_model_is_the_mean_of_the_most(holder_dies: bool):
 @pytest.mark.parametrize("pair", [(0, 1), (1, 0), (0, 2), (2, 0)])
 def test_two_peers_that_cannot_reach_each_other(pair: tuple[int, int], one_way: bool):
     """Each considers the other lost, or only one does; the two that see everybody bring them together."""
-    made = until(world(4, network=slow(0.01), policy="never"), 0, "step 19")
+    made = until(world(4, network=slow(), policy="never"), 0, "step 19")
     made.network.cut([pair[0]], [pair[1]], made.now, 10_000, one_way=one_way)
     ended(made, bound(4, waits=2 * COMPARISONS))
     assert made.fired["cut"] > 0
@@ -82,7 +92,7 @@ def test_two_peers_that_cannot_reach_each_other(pair: tuple[int, int], one_way: 
 
 @pytest.mark.fault(5, 51)
 def test_a_partition_in_the_finish_leaves_two_models_and_nobody_claims_more():
-    made = until(world(4, network=slow(0.01), policy="never"), 0, "step 20")
+    made = until(world(4, network=slow(), policy="never"), 0, "step 20")
     made.network.cut([0, 1], [2, 3], made.now, 10_000)
     ended(made, bound(4, waits=2 * COMPARISONS))
     assert made.fired["cut"] > 0
@@ -93,8 +103,7 @@ def test_a_partition_in_the_finish_leaves_two_models_and_nobody_claims_more():
 @pytest.mark.fault(51)
 def test_a_hub_that_dies_while_it_sends_its_centre():
     """One worker has the centre, two do not: they take it from the first."""
-    hub = Elastic(hub="0", alpha=0.2)
-    made = until(world(4, network=slow(0.01), hub=hub, slow={1: 0.9}), 1, "is AGREE")
+    made = until(world(4, network=slow(), hub=HUB, slow={1: 0.9}), 1, "is AGREE")
     until(made, 1, "adopts the model of 0", made.now + 100)
     made.crash(0, made.now + 0.05)
     ended(made, bound(4, waits=3))
@@ -190,3 +199,92 @@ def test_a_peer_that_answers_but_hangs_is_left():
     assert equal(made, [0, 1]) and agreed(made, [0, 1])
     assert made.lines(0, "no longer waiting for peer 2 at FINISH: it answers, but has made no progress for 200 s")
     assert made.now < bound(3) + 21 * TIMEOUT
+
+
+# --- peers that sleep (SIGSTOP, a suspended laptop) and wake after the others have ended ----------------
+
+# A sleeper finds nobody that it could compare its model with. It must not claim to agree with peers whose end it has
+# not seen.
+
+
+def claiming(made: LoggedWorld) -> list[int]:
+    """Return the ranks that have ended and claim that all peers hold their model."""
+    return [rank for rank in made.peers if made.lines(rank, "ends") and made.peers[rank].role.agreement.agreed]
+
+
+def sleep(made: LoggedWorld, rank: int, start: float, end: float, off: bool) -> None:
+    """Let a peer sleep; ``off``: its network is off as well, so that nothing waits for it when it wakes."""
+    made.pause(rank, start, end)
+    if off:
+        made.network.cut([rank], [other for other in made.peers if other != rank], start, end)
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
+@pytest.mark.parametrize("size", some([2, 3, 5], 2, 5))
+@pytest.mark.parametrize("stage", ["step 4", "is AGREE", "is COMPARE", "is DONE"])
+@pytest.mark.parametrize("off", [False, True], ids=["stopped", "suspended"])
+def test_a_peer_that_sleeps_until_the_others_have_ended(stage: str, size: int, exchange: dict[str, Any], off: bool):
+    made = world(size, network=slow(), policy="tau:3", iterations=4, **exchange)
+    until(made, 1, stage)
+    sleep(made, 1, made.now, made.now + LONG, off)
+    assert made.run(made.now + 3 * LONG) and made.fired["pause"] == 1
+    awake, claims = [rank for rank in range(size) if rank != 1], claiming(made)
+    assert made.peers[1].down_since > max(made.peers[rank].down_since for rank in awake) + 10 * TIMEOUT
+    assert equal(made, awake)
+    if size > 2:
+        assert set(claims) >= set(awake)
+    elif stage in ("is AGREE", "is COMPARE") and 0 not in claims:  # of two, none is most of them
+        assert made.lines(0, "peer 1 was not seen to end the finish: it may hold another model, so no agreement")
+    assert not claims or equal(made, claims)
+
+
+@pytest.mark.fault(79)
+def test_a_sleeper_known_only_from_the_list_of_the_last_wave_is_not_seen_to_end():
+    """Peers 0 and 1 do not hear of each other's finish; peer 2 has heard both, and names them in its round request."""
+    made = world(3, network=slow(), policy="tau:3", iterations=4)
+    until(made, 1, "step 4")
+    made.network.cut([1], [0], made.now, math.inf)
+    until(made, 1, "is AGREE")
+    made.pause(1, made.now, made.now + LONG)
+    assert made.run(made.now + 3 * LONG) and made.fired["pause"] == 1
+    for rank in (0, 2):
+        assert made.lines(rank, "peer 1 was not seen to end the finish: it may hold another model"), rank
+    assert claiming(made) == [0, 2] and equal(made, [0, 2])
+
+
+@pytest.mark.fault(79)
+def test_steps_longer_than_peer_timeout_are_no_sleep():
+    """One of two crashes; the other, in which nothing happens for longer than peer_timeout, is no sleeper."""
+    made = world(2, compute=3 * TIMEOUT, policy="tau:3", iterations=6)
+    made.crash(1, 7 * TIMEOUT)
+    assert made.run(100 * TIMEOUT) and made.fired["crash"] == 1
+    assert claiming(made) == [0] and not made.lines(0, "peer 1 was not seen to end")
+
+
+NAPS = st.tuples(st.integers(0, 5), st.floats(-1, 8, allow_nan=False), st.sampled_from([0.5, 1.5, 50.0]), st.booleans())
+
+
+@pytest.mark.fault(79)
+@examples(400, few=60)
+@given(
+    size=st.integers(2, 6),
+    seed=st.integers(0, 100),
+    naps=st.lists(NAPS, min_size=1, max_size=4),
+    paces=st.lists(st.sampled_from([1.0, 1.0, 1.7]), min_size=6, max_size=6),
+    exchange=st.sampled_from(EXCHANGES),
+)
+def test_peers_that_sleep_in_the_finish_never_claim_more_than_is_true(size, seed, naps, paces, exchange):
+    made = world(size, seed, slow(), dict(enumerate(paces)), policy="tau:3", iterations=4, **exchange)
+    until(made, 0, "step 4")
+    begun, asleep = made.now, set()
+    for rank, at, times, off in naps:
+        asleep |= {rank % size} if off or times > 0.5 else set()
+        sleep(made, rank % size, max(made.now, begun + at), begun + at + times * TIMEOUT, off)
+    assert made.run(begun + 10 * LONG)
+    claims = claiming(made)
+    assert not claims or equal(made, claims), "all that claim to agree hold one model"
+    if not asleep:
+        assert claims == list(range(size)), "who naps for less than peer_timeout is waited for"
+    elif len(asleep) == 1 and size > 2:
+        assert set(claims) >= set(range(size)) - asleep, "most were awake, and saw each other end"
