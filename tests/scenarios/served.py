@@ -25,6 +25,7 @@ from gossipx.sync import SyncManager
 
 BATCH, FEATURES = 6, 5
 ITERATIONS = 12
+SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "hybrid:step=4", "dsps:staleness=1"]
 
 
 class Net(nn.Module):

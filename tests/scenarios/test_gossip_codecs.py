@@ -1,34 +1,39 @@
-"""Gossip with codecs, in virtual time: pulls carry differences to a model that both ends have, despite faults."""
+"""Gossip with codecs, in virtual time, despite faults.
+
+Pulls carry differences to a model that both ends have; after each wave of changes all peers agree.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import toy
 from encoded import SPECS, normal
 from modes import Delivered, deliveries
 from seeds import some
-from torch import nn
+from torch import Tensor, nn
+from toy import ITERATIONS, SIZE, TIMEOUT, Point, before, bound, ended, maker, models, spread, until, world
 from transcripts import LoggedWorld
 
 from gossipx import codecs
+from gossipx.codecs import decode, encoder
 from gossipx.codecs.changes import FULL
-from gossipx.compression import ModelCodec
-from gossipx.errors import ProtocolError
+from gossipx.compression import ModelCodec, WaveCodec
+from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
-from gossipx.protocol.messages import ModelReply
-from gossipx.sim import Network
+from gossipx.protocol.messages import ModelReply, RoundRequest
+from gossipx.sim import Network, SimPeer
 
 GOSSIP = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]
 NEAR = "3lc:sparsity=1,residual=0.1"
 
 
 def run(**options: Any) -> LoggedWorld:
-    return toy.ended(toy.world(3, **options), 1000.0)
+    return ended(world(3, **options), 1000.0)
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Delivered:
 def test_every_codec_in_every_mode(spec: str, mode: str, fragments: int, given: Delivered) -> None:
     """Each fragment has references of its own, which both ends of an exchange hold: no base is refused."""
     made = run(codec=spec, mode=mode, fragments=fragments, policy="tau:2", iterations=24)
-    assert bool(toy.models(made).isfinite().all())
+    assert bool(models(made).isfinite().all())
     numbers = {codec.fragment.number for codec, *_ in given}
     assert spec == "none" or numbers == ({0} if fragments == 1 else {1, 2, 3})
     assert not any(is_whole for *_, is_whole in given)
@@ -54,15 +59,15 @@ def test_every_codec_in_every_mode(spec: str, mode: str, fragments: int, given: 
 @pytest.mark.parametrize("spec", [NEAR, "int8", "bf16"])
 def test_models_converge_as_without_codecs(spec: str, mode: str) -> None:
     made, plain = run(codec=spec, mode=mode), run(mode=mode)
-    far = float((toy.before(plain) - toy.before(plain).mean(0)).norm())
-    assert float((toy.before(made) - toy.before(plain)).norm()) < 0.1 * far
+    far = float((before(plain) - before(plain).mean(0)).norm())
+    assert float((before(made) - before(plain)).norm()) < 0.1 * far
 
 
 @pytest.mark.parametrize("spec", [spec for spec in GOSSIP if codecs.parse(spec).alone])
 def test_models_without_references(spec: str) -> None:
     """Without references: no peer keeps the model of another."""
     made, plain = run(codec=spec, references=0), run()
-    assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.5
+    assert float((before(made) - before(plain)).abs().max()) < 0.5
     assert all(not peer.codec.of(0)._taken for peer in made.peers.values() if peer.codec is not None)
 
 
@@ -73,21 +78,21 @@ def test_messages_that_are_lost_late_or_twice(network: Network, given: Delivered
     assert made.fired["lost"] + made.fired["repeated"] > 0
     assert sum(is_whole for *_, is_whole in given) < len(given) / 4
     plain = run(policy="tau:2")
-    far = float((toy.before(plain) - toy.before(plain).mean(0)).norm())
-    assert float((toy.before(made).mean(0) - toy.before(plain).mean(0)).norm()) < 0.5 * far
+    far = float((before(plain) - before(plain).mean(0)).norm())
+    assert float((before(made).mean(0) - before(plain).mean(0)).norm()) < 0.5 * far
 
 
 @pytest.mark.parametrize("again", [0, 1])
 def test_a_late_or_restarted_peer_first_sends_and_receives_models_in_full(again: int, given: Delivered) -> None:
     """Even if its first model equals the common initial model, as one with the same seed does."""
     options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "iterations": 40}
-    made = toy.world(3, absent=[2], **options)
-    made.start(2, toy.maker(2, 3, **options), at=5.5)
+    made = world(3, absent=[2], **options)
+    made.start(2, maker(2, 3, **options), at=5.5)
     made.crash(again, 8.2)
     made.restart(again, 9.1)
     before: list[int] = []
     made.at(9.1, lambda: before.append(len(given)))
-    toy.ended(made, 1000.0)
+    ended(made, 1000.0)
     assert made.fired["crash"] and made.fired["restart"]
     ranks = {peer.codec.of(0): rank for rank, peer in made.peers.items() if peer.codec is not None}
     first: dict[tuple[int, int], bool] = {}
@@ -107,21 +112,21 @@ def test_an_encoded_pair_leaves_its_sum_as_it_was(size: int, spec: str, blocking
     options = {"codec": spec, "mix": "choco:gamma=0.3", "mode": "pushpull", "policy": "tau:2", "iterations": 30}
     still = {"gradient_step": lambda peer: None, "blocking": blocking, "init": "own", "finish": "none"}
     network, paces = Network(bandwidth=400, delay=0.02), {rank: 1 + 0.1 * rank for rank in range(size)}
-    made = toy.ended(toy.world(size, 1, network, paces, **options, **still), 1000.0)
-    start = torch.stack([toy.Point(rank).x.detach().double() for rank in range(size)])
+    made = ended(world(size, 1, network, paces, **options, **still), 1000.0)
+    start = torch.stack([Point(rank).x.detach().double() for rank in range(size)])
     assert sum(len(made.retrievals(peer.rank)) for peer in made.peers.values()) >= 10
-    assert float((toy.models(made) - start).abs().max()) > 0.1
-    torch.testing.assert_close(toy.models(made).sum(0), start.sum(0), rtol=1e-5, atol=1e-5)
+    assert float((models(made) - start).abs().max()) > 0.1
+    torch.testing.assert_close(models(made).sum(0), start.sum(0), rtol=1e-5, atol=1e-5)
 
 
 def test_more_neighbours_than_references(given: Delivered) -> None:
     """Many models are then sent in full; with as many references as neighbours only the first of each pair is."""
     options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "init": "own", "iterations": 60}
-    made = toy.ended(toy.world(6, references=2, **options), 5000.0)
+    made = ended(world(6, references=2, **options), 5000.0)
     few = len(given)
     assert few / 4 < sum(is_whole for *_, is_whole in given) < few
-    assert bool(toy.models(made).isfinite().all())
-    toy.ended(toy.world(6, references=5, **options), 5000.0)
+    assert bool(models(made).isfinite().all())
+    ended(world(6, references=5, **options), 5000.0)
     assert len(given) - few > 100 and sum(is_whole for *_, is_whole in given[few:]) <= 6 * 5
 
 
@@ -309,3 +314,151 @@ def test_a_model_that_was_not_finite_does_no_lasting_harm() -> None:
     two.modules[0][0].weight.data.copy_(good)
     two.arenas[0].step_done()
     assert bool(two.take(*two.give()).buffer.vectors[0].isfinite().all())
+
+
+# --- waves of changes ---------------------------------------------------------------------------------------------
+
+TOPK2 = "topk2:ratio=0.2,chunk=8"
+WAVES = {"exchange": "waves", "codec": TOPK2, "finish": "none"}
+
+
+@pytest.fixture
+def coded(monkeypatch: pytest.MonkeyPatch) -> Delivered:
+    return deliveries(monkeypatch, WaveCodec)
+
+
+def sparse_loco(size: int, waves: int, period: int) -> Tensor:
+    """Return the model of SparseLoCo's Algorithm 1 with an outer learning rate of 1, written out.
+
+    θ ← θ − (1/N) Σ_r Q(β e_r + θ − y_r), where each y_r has trained from θ.
+    """
+    peers = [maker(rank, size)(0) for rank in range(size)]
+    coding = encoder(codecs.parse(TOPK2))
+    states = [coding.init(torch.zeros(SIZE), rank) for rank in range(size)]
+    theta = maker(0, size)(0).weights().float()
+    for _ in range(waves):
+        total = torch.zeros(SIZE)
+        for rank, peer in enumerate(peers):
+            with torch.no_grad():
+                peer.module.x.copy_(theta)
+            for _ in range(period):
+                peer._gradient_step(peer)
+            frame, states[rank] = coding.encode(theta - peer.module.x.detach(), states[rank])
+            total += decode(frame)
+        theta = theta - total / size
+    return theta
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_a_wave_is_a_step_of_sparse_loco(size: int, coded: Delivered) -> None:
+    made = ended(world(size, policy="tau:4", blocking=True, iterations=12, **WAVES), bound(size, 12, waits=3))
+    rows = models(made)
+    assert all(torch.equal(rows[0], row) for row in rows)
+    torch.testing.assert_close(rows[0].float(), sparse_loco(size, 3, 4), rtol=1e-6, atol=1e-7)
+    assert coded and not any(is_whole for *_, is_whole in coded)
+
+
+@pytest.mark.parametrize("spec", some(GOSSIP[1:], *GOSSIP[1::4]))
+def test_every_codec_of_changes(spec: str, coded: Delivered) -> None:
+    made = ended(world(3, policy="tau:2", blocking=True, **{**WAVES, "codec": spec}), bound(3, waits=10))
+    rows = models(made)
+    assert bool(rows.isfinite().all()) and spread(rows) == 0
+    assert coded and not any(is_whole for *_, is_whole in coded)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_training_goes_on_during_a_wave(fragments: int, coded: Delivered) -> None:
+    """A wave takes several steps, which are part of the next change; the finish is one of models."""
+    options = {**WAVES, "finish": "consensus", "fragments": fragments, "model_timeout": 4 * TIMEOUT}
+    made = ended(world(4, network=Network(bandwidth=2 * SIZE), policy="tau:5", **options), bound(4, waits=2))
+    assert coded and not any(is_whole for *_, is_whole in coded)
+    assert spread(models(made)) < 1e-6
+
+
+def test_a_wave_without_one_partner_is_followed_by_one_of_whole_models(coded: Delivered) -> None:
+    """A crashed peer returns with the model of another: it has no reference, and all have the same one after a wave."""
+    options = {**WAVES, "policy": "tau:4", "iterations": 60, "blocking": True}
+    made = world(4, **options)
+    until(made, 2, "meets 3 in round 0 of wave 2")
+    made.crash(3, made.now)
+    made.start(3, maker(3, 4, **options), made.now + 5)
+    until(made, 3, "is TRAIN")
+    sent = len(coded)
+    ended(made, bound(4, 60, waits=8))
+    rows = models(made)
+    assert all(torch.equal(rows[0], row) for row in rows)
+    wholes = [is_whole for *_, is_whole in coded[sent:]]
+    assert any(wholes), "the peer that came back has no reference"
+    assert not any(wholes[-16:]), "later waves are encoded again"
+
+
+def test_different_references_become_equal(coded: Delivered) -> None:
+    """With models of their own at first, the first wave is one of whole models, and the next is not."""
+    options = {**WAVES, "init": "own", "policy": "tau:5", "blocking": True, "iterations": 10}
+    made = ended(world(4, **options), bound(4, 10, waits=2))
+    assert [is_whole for *_, is_whole in coded] == [True] * 8 + [False] * 8
+    assert spread(models(made)) == 0
+
+
+def test_a_restored_peer_forgets_the_wave_that_it_was_in(coded: Delivered) -> None:
+    """A change that was encoded for an abandoned wave is not lost: the error is as it was before."""
+    made = world(2, policy="tau:4", network=Network(bandwidth=2 * SIZE), peer_timeout=TIMEOUT, **WAVES)
+    until(made, 0, "meets 1 in round 0 of wave 1")
+    codec = made.peers[0].codec._waves[0]
+    assert not any(state.kept["error"].any() for state in codec._states)
+    made.crash(1, made.now)
+    ended(made, bound(2, waits=4))
+    assert not any(state.kept["error"].any() for state in codec._states), "no wave was completed"
+
+
+def test_a_model_with_nan_is_refused() -> None:
+    def step(peer: SimPeer) -> None:
+        if peer.rank == 1:
+            peer.module.x.data[0] = torch.nan
+
+    made = ended(world(4, policy="tau:4", gradient_step=step, **WAVES), bound(4, waits=5))
+    assert models(made, [0, 2, 3]).isfinite().all()
+    assert made.peers[1].arena.step == ITERATIONS
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: data[:5], "end within a header"),
+        (lambda data: data[:-1], "are malformed"),
+        (lambda data: data * 2, "are malformed"),
+        (lambda data: b"", "not of the same peers"),
+        (lambda data: b"\1" + data[1:], ""),
+    ],
+    ids=["cut in a header", "cut in a frame", "twice", "none", "of another rank"],
+)
+def test_malformed_changes_are_refused(change: Callable[[bytes], bytes], told: str) -> None:
+    arena = maker(0, 2)(0).arena
+    codec = WaveCodec(codecs.parse("int8"), arena, 0, 2)
+    codec.begin([torch.zeros(SIZE)])
+    codec.enter(1)
+    request = codec.prepared(RoundRequest(1, 0, (0, 1)))
+    reply, source = codec.give(1, request.bases, [torch.ones(SIZE)], ModelReply(5))
+    content = change(bytes(source.view))
+    reply = msgspec.structs.replace(reply, sizes=(len(content),))
+    if not told:
+        frames, (values, _) = codec.decoded(reply, memoryview(content))
+        assert list(frames) == [1] and values.cast("B") == memoryview(torch.ones(SIZE).numpy()).cast("B")
+        return
+    with pytest.raises(ProtocolError, match=told):
+        codec.decoded(reply, memoryview(content))
+
+
+def test_a_change_from_another_reference_is_refused() -> None:
+    one, other = (WaveCodec(codecs.parse("int8"), maker(rank, 2)(0).arena, rank, 2) for rank in range(2))
+    for codec, start in ((one, torch.zeros(SIZE)), (other, torch.ones(SIZE))):
+        codec.begin([start])
+        codec.enter(1)
+    bases = one.prepared(RoundRequest(1, 0, (0, 1))).bases
+    reply, source = one.give(1, bases, [torch.ones(SIZE)], ModelReply(5))
+    with pytest.raises(ProtocolError, match="a change from another model"):
+        other.decoded(reply, source.view)
+    reply, _ = one.give(1, other.prepared(RoundRequest(1, 0, (0, 1))).bases, [torch.ones(SIZE)], ModelReply(5))
+    assert reply.bases == (FULL,)
+    with pytest.raises(LocalFaultError, match="the wave is over"):
+        one.give(2, bases, [torch.ones(SIZE)], ModelReply(5))

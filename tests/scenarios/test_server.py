@@ -53,13 +53,7 @@ def test_a_switch_to_a_sync_model_for_one_server_is_refused_by_two() -> None:
     served.done(made, range(2))
 
 
-SYNCS = [
-    *("bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "dsps:staleness=1"),
-    "hybrid:step=4",
-]
-
-
-@pytest.mark.parametrize("sync", some(SYNCS, *SYNCS[::3]))
+@pytest.mark.parametrize("sync", some(served.SYNCS, *served.SYNCS[::3]))
 @pytest.mark.parametrize("seed", seeds(4))
 def test_all_end_with_the_servers_values_after_the_slowest_worker(sync: str, seed: int) -> None:
     """The others wait for the slowest worker as long as it answers."""
@@ -112,7 +106,7 @@ def test_a_restore_after_the_shard_has_moved_is_ignored(index: int) -> None:
 # --- NaN and Inf --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", some(SYNCS, *SYNCS[::3]))
+@pytest.mark.parametrize("sync", some(served.SYNCS, *served.SYNCS[::3]))
 @pytest.mark.fault(22)
 def test_a_gradient_that_is_not_finite_is_skipped(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts as a push, so that no worker waits, and its worker continues with the next tables."""
