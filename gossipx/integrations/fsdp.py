@@ -140,11 +140,8 @@ class ShardPeer:
         failed, stops = map(bool, told.tolist())
         if failed:
             raise GossipxError("another process of this FSDP group ended: see its output")
-        if asked:
+        if stops:
             self._peer.leave_saved("")
-        if stops:  # the signal was sent to another process
-            self._peer.leave()
-            raise SystemExit(0)
 
     # --- the end ------------------------------------------------------------------------------------
 

@@ -366,6 +366,7 @@ class Lifecycle:
             GossipxError: checkpoint or model cannot be written, or why the run cannot continue.
             KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.ending.stop_signals.StopSignals.end`.
         """
+        self.signals.request(signal.SIGTERM)  # if only another process of its group was asked
         self._leave_in_order(kept)
         self.signals.end()
 
