@@ -15,7 +15,8 @@ more peers fail, one more comparison finds all models equal, because by then all
 A peer that sleeps meanwhile finds nobody to compare its model with when it wakes. To such a peer, others that have
 ended without it look like others that have crashed, and so does it to them. Therefore only peers that were seen to end,
 at DONE, count as agreeing, and a peer claims agreement only if they, with itself, outnumber those of the finish that it
-did not see end. Two groups of peers that lost sight of each other can then not both claim it.
+did not see end, and none of these may have ended while it slept. Two groups of peers that lost sight of each other in
+the finish can then not both claim it.
 """
 
 from __future__ import annotations
@@ -178,8 +179,13 @@ class Agreement:
 
     @property
     def doubted(self) -> list[int]:
-        """:attr:`unseen`; empty if the peers that were seen to end with a model, and this one, outnumber them."""
-        return self.unseen if len(self.unseen) > len(self._ended()) else []
+        """:attr:`unseen`; empty if the peers that were seen to end with a model, and this one, outnumber them.
+
+        Not if one of them may have ended while we slept: it may have taken all sleepers for dead before its finish.
+        """
+        unseen = self.unseen
+        slept = any(self._members.others.peek(rank).missed for rank in unseen)
+        return unseen if slept or len(unseen) > len(self._ended()) else []
 
     def _ended(self) -> list[OtherPeer]:
         others = self._members.others.known.copy().values()

@@ -254,6 +254,19 @@ def test_a_sleeper_known_only_from_the_list_of_the_last_wave_is_not_seen_to_end(
 
 
 @pytest.mark.fault(79)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("off", [False, True], ids=["stopped", "suspended"])
+def test_sleepers_who_are_most_of_the_peers_claim_nothing(seed: int, off: bool):
+    """Peer 2 takes two sleepers for dead and ends alone; they wake, see each other end, and cannot know that."""
+    made = world(3, seed, slow(), policy="tau:3", iterations=4)
+    until(made, 0, "step 4")
+    for rank in (0, 1):
+        sleep(made, rank, made.now, made.now + LONG, off and rank == 1)
+    assert made.run(made.now + 10 * LONG) and made.fired["pause"] == 2
+    assert claiming(made) == [2] or equal(made, range(3))
+
+
+@pytest.mark.fault(79)
 def test_steps_longer_than_peer_timeout_are_no_sleep():
     """One of two crashes; the other, in which nothing happens for longer than peer_timeout, is no sleeper."""
     made = world(2, compute=3 * TIMEOUT, policy="tau:3", iterations=6)
