@@ -325,7 +325,7 @@ def test_settings_of_the_built_in_task_are_refused_with_a_script(name: str, valu
         ({"device": "cpu"}, "--device cpu is for 'gossipx run', and a script decides that itself"),
         ({"mode": "server", "policy": lambda seen: True}, "a parameter server uses sync= instead of policy="),
     ],
-    ids=str,
+    ids=["iterations", "threads", "device", "policy"],
 )
 def test_what_join_refuses(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=f"^{told}"):
