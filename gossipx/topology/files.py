@@ -6,14 +6,17 @@ over this edge. A node's ``site`` is its machine or room. Self-loops are ignored
 
 from __future__ import annotations
 
+import inspect
 import sysconfig
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gossipx import specs
 from gossipx.errors import UsageError
 from gossipx.specs import suggest, texts
-from gossipx.topology.graphs import PLAIN, Topology, generate, generator_keys, neighbours_of
+from gossipx.topology.graphs import PLAIN, Generator, Topology, neighbours_of
 
 _ENDINGS = (".edges", ".toml")
 _SHOWN = 8
@@ -33,7 +36,7 @@ def topology_from(name: str, size: int | None = None, seed: int = 0, connected: 
         UsageError: an unknown name, an unreadable file, an invalid node, or peers that cannot reach each other.
     """
     path = _graph_path(name)
-    topology = generate(name, _known_size(size, name), seed) if path is None else _graph_in(path, name, size, seed)
+    topology = _generate(name, _known_size(size, name), seed) if path is None else _graph_in(path, name, size, seed)
     islands = topology.islands()
     if connected and len(islands) > 1:
         alone = islands[0]
@@ -72,9 +75,8 @@ def _graph_path(name: str) -> Path | None:
     word = name.partition(":")[0].strip()
     if word in PLAIN:
         return None
-    from gossipx.topology.generators import GENERATORS
-
-    if word in GENERATORS:
+    generators = _generators()
+    if word in generators:
         return None
     if texts.found(Path(name)) == "file":
         return Path(name)
@@ -83,16 +85,31 @@ def _graph_path(name: str) -> Path | None:
         return files[name]
     if Path(name).suffix or Path(name).name != name:
         raise UsageError("no such topology file", file=name)
-    known = ", ".join(sorted(GENERATORS))
+    known = ", ".join(sorted(generators))
     from_files = f", {', '.join(sorted(files))}" if files else ""
-    near = suggest(word, {**GENERATORS, **files})
+    near = suggest(word, {**generators, **files})
     raise UsageError(f"unknown topology '{word}'{near}: one of {known}{from_files}, or a file")
+
+
+def _generate(spec: str, size: int, seed: int) -> Topology:
+    name = spec.partition(":")[0].strip()
+    graph = specs.build(spec, PLAIN if name in PLAIN else _generators(), "topology")(size, seed)
+    if isinstance(graph, tuple):
+        return Topology(spec, graph, generator=name)
+    sites = tuple(graph.nodes[rank].get("site", -1) for rank in range(size))
+    return Topology(spec, neighbours_of(graph), generator=name, sites=sites if -1 not in sites else ())
+
+
+def _generators() -> Mapping[str, Callable[..., Generator]]:
+    from gossipx.topology.generators import GENERATORS  # imports networkx
+
+    return GENERATORS
 
 
 def _known_size(size: int | None, name: str) -> int:
     if size is None:
         word, value = (part.strip() for part in (name.partition(":")[::2]))
-        if value and not generator_keys(word):
+        if value and not inspect.signature((PLAIN if word in PLAIN else _generators())[word]).parameters:
             number = value if value.isdecimal() else "N"
             raise UsageError(
                 f"topology '{name}': '{word}' takes no keys; give the number of peers apart: {word} --size {number}"
@@ -108,7 +125,7 @@ def _graph_in(path: Path, name: str, size: int | None, seed: int) -> Topology:
     if path.suffix == ".toml":
         graph, schedule = read_toml(text, path)
         if isinstance(graph, str):
-            topology = generate(graph, _known_size(size, name), seed)
+            topology = _generate(graph, _known_size(size, name), seed)
         else:
             topology = _of_graph(graph, path, name, size)
         return replace(topology, name=name, schedule=schedule)

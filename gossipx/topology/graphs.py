@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gossipx import specs
 from gossipx.topology.ranks import AllBut, Rotated, position_of
 
 Generator = Callable[[int, int], Any]
@@ -89,36 +88,6 @@ class Topology:
         graph.add_nodes_from(range(self.size))
         graph.add_edges_from((one, other) for one, others in enumerate(self.neighbours) for other in others)
         return sorted((sorted(part) for part in nx.strongly_connected_components(graph)), key=lambda p: (len(p), p))
-
-
-def generate(spec: str, size: int, seed: int) -> Topology:
-    """Generate a graph.
-
-    Args:
-        spec: such as ``small-world:degree=4``; see :data:`gossipx.topology.generators.GENERATORS`.
-        size: number of peers, from 1.
-        seed: seeds random graphs; all peers of a run use the same.
-
-    Raises:
-        UsageError: an unknown generator or parameter, or a bad value.
-    """
-    name = spec.partition(":")[0].strip()
-    graph = specs.build(spec, PLAIN if name in PLAIN else _generators(), "topology")(size, seed)
-    if isinstance(graph, tuple):
-        return Topology(spec, graph, generator=name)
-    sites = tuple(graph.nodes[rank].get("site", -1) for rank in range(size))
-    return Topology(spec, neighbours_of(graph), generator=name, sites=sites if -1 not in sites else ())
-
-
-def generator_keys(name: str) -> list[str]:
-    """Return the keys that the spec of a generator may have."""
-    return list(inspect.signature((PLAIN if name in PLAIN else _generators())[name]).parameters)
-
-
-def _generators() -> Mapping[str, Callable[..., Generator]]:
-    from gossipx.topology.generators import GENERATORS  # imports networkx
-
-    return GENERATORS
 
 
 def neighbours_of(graph: Any) -> tuple[tuple[int, ...], ...]:
