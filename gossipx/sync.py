@@ -26,7 +26,7 @@ SKIPPED_SHARE = 0.2
 
 @dataclass
 class _SinceRetrieval:
-    """Counters since the last retrieval, of which the policy sees an :class:`~gossipx.policies.Observation`."""
+    """Counters since the last retrieval, which the policy sees as an :class:`~gossipx.policies.Observation`."""
 
     delta: float = 0.0  # Δ_r: Δ_t when the last request was sent; 0 before the first
     travelled: float = 0.0  # the sum of Δ_t
@@ -35,7 +35,7 @@ class _SinceRetrieval:
 
 
 class _Decisions:
-    """A policy's decisions since this process began, after the warm-up, and what became of them.
+    """A policy's decisions since this process began, after the warm-up, and their outcomes.
 
     Attributes:
         overtaken: number of decisions that found an exchange in flight.
@@ -48,7 +48,6 @@ class _Decisions:
         self.overtaken = 0
         self.declined = 0
         self._policy = policy
-        self._iterations = 0
         self._made = 0  # decisions to exchange
         self._silence = 0  # iterations since the last of them
         self._longest = 0  # such silence before
@@ -58,7 +57,6 @@ class _Decisions:
     def observe(self, observation: Observation, wanted: bool) -> None:
         """Count an iteration, and whether the policy ``wanted`` an exchange."""
         self._last = observation
-        self._iterations += 1
         self._made += wanted
         self._silence += 1
         if wanted:

@@ -23,7 +23,6 @@ from typing import Any
 from gossipx.specs.toml import loads
 
 HERE = Path(__file__).parent
-NAMES = tuple(sorted(file.stem for file in HERE.glob("*.toml")))
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Claim:
 class Paper:
     """A paper's setting, as nested tables, and its results by id, in the file's order, tables first.
 
-    Its name is one of :data:`NAMES`. The figures are from its ``reference``, usually the paper itself.
+    Its name is that of its file. The figures are from its ``reference``, usually the paper itself.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Paper:
 
 
 def read(name: str) -> Paper:
-    """Return the paper ``name``, one of :data:`NAMES`.
+    """Return the paper ``name``, which has a file beside this one.
 
     Raises:
         UsageError: its file is not TOML.

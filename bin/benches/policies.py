@@ -22,7 +22,7 @@ from gossipx.tasks.presets import PRESETS
 
 
 @dataclass(frozen=True)
-class Task:
+class Comparison:
     """A task that the policies train; without --full its data have the first of the partitions.
 
     The summaries are judged by what is ``measured``, ``accuracy`` or ``loss``.
@@ -35,8 +35,8 @@ class Task:
 
 
 TASKS = {
-    "fashion-mnist": Task("lenet", 3000, ("iid", "dirichlet:alpha=0.3"), "accuracy"),
-    "text": Task("transformer", 800, ("iid", "contiguous"), "loss"),
+    "fashion-mnist": Comparison("lenet", 3000, ("iid", "dirichlet:alpha=0.3"), "accuracy"),
+    "text": Comparison("transformer", 800, ("iid", "contiguous"), "loss"),
 }
 PAPERS = "adaptive:threshold={threshold:g}"
 """The paper's rule with the threshold of the model's preset."""

@@ -76,6 +76,11 @@ def check(config: RunConfig) -> None:
 
 
 def refuse_given(config: RunConfig, names: Iterable[str], reason: str) -> None:
+    """Refuse those of the named settings that the user gave, for this reason.
+
+    Raises:
+        UsageError: one of them is given.
+    """
     for name in names:
         if config.is_given(name):
             raise UsageError(f"{shown(name, config.values[name])} {reason}")

@@ -134,5 +134,10 @@ def in_blocks(values: Tensor, block: int) -> Tensor:
 
 
 def check_size(data: Array, size: int, count: int) -> None:
+    """Refuse the encoding of ``count`` values that is not ``size`` bytes long.
+
+    Raises:
+        ProtocolError: it has another length.
+    """
     if len(data) != size:
         raise ProtocolError(f"{count} values in a codec's frame take {size} bytes, not {len(data)}")

@@ -420,9 +420,9 @@ def test_an_invalid_interval_is_refused_with_an_example(text: str) -> None:
 ENTRIES = [(b"first", b"12345678"), (b"second", b""), (b"", b"third"), (b"fourth", bytes(range(256)))]
 
 
-def write(directory: Path, clock: int, entries: list[tuple[bytes, bytes]], goes_on: bool = False) -> Path:
+def write(directory: Path, clock: int, entries: list[tuple[bytes, bytes]], append: bool = False) -> Path:
     path = checkpoint.journal_path(directory, clock)
-    writing = checkpoint.JournalFile(path, goes_on)
+    writing = checkpoint.JournalFile(path, append)
     for words, content in entries:
         writing.append(words, memoryview(content))
     writing.close()
@@ -458,7 +458,7 @@ def test_an_incomplete_record_is_dropped_and_hides_no_later_one(
     path.write_bytes(content[: max(0, len(content) - cut)])
     left = read(directory, 0)
     assert left == ENTRIES[: len(left)] and len(left) < len(ENTRIES)
-    write(directory, 0, ENTRIES[:1], goes_on=True)
+    write(directory, 0, ENTRIES[:1], append=True)
     assert read(directory, 0) == [*left, ENTRIES[0]]
 
 

@@ -53,7 +53,7 @@ def test_that_of_clock_0_is_none(tmp_path: Path) -> None:
         check(tmp_path, {}, {0: [(0, then)], 1: [(0, then)]})
 
 
-def test_where_no_iteration_is_common_each_goes_on_from_its_newest(
+def test_where_no_iteration_is_common_each_resumes_from_its_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With asp fast workers are far ahead; by the clock on the wall no two take theirs at one iteration."""

@@ -270,7 +270,8 @@ class Reporter:
         """Report that the peer has left on request, with its figures until then.
 
         Args:
-            framework, kept: as :attr:`gossipx.runtime.ending.lifecycle.Lifecycle.framework` and ``kept``.
+            framework: which saves this peer's state; empty: gossipx does.
+            kept: the framework's checkpoint from which this peer continues; empty: unknown.
         """
         self.finished()
         figures = {**self.report({}, {}), "seconds_before": self.figures.earlier.seconds}
