@@ -58,6 +58,7 @@ class Where:
         gauge: whether Prometheus takes it as a gauge; else it is a counter.
         counted: whether a running peer counts it by :class:`Counters`.
         tag: of its curve.
+        by: who records the curve.
         whole: whether the curves of the whole run have its mean, and which value of the peers is the worst.
         was: its name in files of earlier versions.
     """
@@ -69,6 +70,7 @@ class Where:
     gauge: bool = False
     counted: bool = False
     tag: str = ""
+    by: str = "peers that train"
     whole: Literal["", "mean", "lowest", "highest"] = ""
     was: str = ""
 
@@ -102,9 +104,20 @@ def _live(name: str, unit: str, help: str, prometheus: str, gauge: bool = False)
     return Figure(name, unit, help, Where(prometheus=prometheus, gauge=gauge))
 
 
-def _curve(tag: str, unit: str, help: str, whole: Literal["", "mean", "lowest", "highest"] = "") -> Figure:
+def _curve(
+    tag: str,
+    unit: str,
+    help: str,
+    by: str = "peers that train",
+    whole: Literal["", "mean", "lowest", "highest"] = "",
+) -> Figure:
     """Return a figure that only curves have."""
-    return Figure(tag, unit, help, Where(tag=tag, whole=whole))
+    return Figure(tag, unit, help, Where(tag=tag, by=by, whole=whole))
+
+
+def _of_shards(name: str, help: str, by: str = "the peer that holds the shard") -> Figure:
+    """Return a figure of each shard of a parameter server; the last two digits of its tag are the shard's number."""
+    return _curve(f"server/{name}/shard-00", "", help, by)
 
 
 def _events(name: str, heading: str, help: str, combine: Combine = Combine.COUNT, where: Where = _ELSEWHERE) -> Figure:
@@ -125,7 +138,7 @@ FIGURES = (
         "models",
         "models of other peers mixed in while training, whichever side began the exchange",
         ComparedLine("retrievals", "retrievals per peer"),
-        where=Where(column="retrievals", prometheus="retrievals", tag="sync/retrievals", whole="mean"),
+        where=Where(column="retrievals", prometheus="retrievals", tag="sync/retrievals", by="peers", whole="mean"),
     ),
     _peer(
         "skipped",
@@ -160,7 +173,7 @@ FIGURES = (
         "bytes on the wire while training",
         ComparedLine("received_mb", "MB received per peer", factor=_MB),
         ComparedLine("serving_mb", "MB per serving peer", Combine.SERVING, factor=_MB),
-        where=Where(column="MB received", tag="comm/bytes_received", whole="highest"),
+        where=Where(column="MB received", tag="comm/bytes_received", by="all", whole="highest"),
     ),
     _peer(
         "finish_bytes",
@@ -300,14 +313,70 @@ FIGURES = (
     _live("suspects", "peers", "peers that have not answered since a request failed", "peers_suspected", gauge=True),
     _live("lost", "peers", "peers that are considered dead", "peers_lost", gauge=True),
     _live("left", "peers", "peers that have left the run in order", "peers_left", gauge=True),
-    _curve("train/loss", "", "loss of the batch", "mean"),
+    _curve("train/loss", "", "loss of the batch; with the Trainer, of its updates since the last record", whole="mean"),
+    _curve("sync/delta", "", "Δ_t, as the policy saw it"),
+    _curve("sync/delta_difference", "", "how far Δ_t is from Δ_r, as the policy saw it"),
+    _curve("sync/travelled", "", "distance travelled since the last retrieval, as the policy saw it"),
+    _curve(
+        "sync/decisions",
+        "",
+        "how often the policy has decided to exchange: completed, skipped or failed exchanges, or one under way",
+    ),
     _curve(
         "sync/consensus_distance",
         "",
-        "distance from the mean model (Eq. 8), estimated from the retrieved models",
-        "mean",
+        "distance from the mean model (Eq. 8), estimated from the retrieved models; not in waves with a codec",
+        by="peers",
+        whole="mean",
     ),
-    _curve("time/blocked_fraction", "share", "share of time in which gossipx blocked the training thread", "highest"),
+    _curve(
+        "sync/exact_consensus_distance",
+        "",
+        "distance from the mean model (Eq. 8), computed of all models",
+        by="peers of a simulation",
+    ),
+    _curve(
+        "retrieval/delta",
+        "",
+        "by number of the retrieval (Figure 3): the deltas since the request before, added up",
+        by="peers",
+    ),
+    _curve(
+        "retrieval/distance",
+        "",
+        "by number of the retrieval (Figure 4): the distance from the mean model, estimated from this retrieval",
+        by="peers",
+    ),
+    _curve("comm/pull_seconds", "s", "duration of a retrieval", by="peers"),
+    _curve("comm/staleness", "iterations", "iterations of this peer minus those of the received model", by="peers"),
+    _curve(
+        "time/blocked_fraction",
+        "share",
+        "share of time in which gossipx blocked the training thread",
+        whole="highest",
+    ),
+    _curve(
+        "time/tables_fraction",
+        "share",
+        "share of time in which training waited for tables; part of time/blocked_fraction",
+        by="workers",
+    ),
+    _curve(
+        "sync/elastic_distance",
+        "",
+        "distance of model and centre, ‖x − x̃‖, before each exchange",
+        by="workers",
+    ),
+    _curve("hub/exchanges", "models", "models of workers that the centre has received", by="the hub"),
+    _of_shards("clock", "ticks of its clock"),
+    _of_shards("delayed_pulls", "delayed pulls (DPRs)"),
+    _of_shards("gradients", "gradients of all its tables that it has received"),
+    _of_shards(
+        "staleness",
+        "its optimizer steps from a worker's pull to the step that applies its gradient; mean since the last record",
+    ),
+    _of_shards("buffered", "gradients in its buffer", "the same, with `hybrid` or `--apply tick`"),
+    _of_shards("threshold", "K, the number of gradients at which the buffer is applied", "the same, with `hybrid`"),
 )
 """All figures, in the order in which they are shown. One that is shown in two places in different meanings is two."""
 

@@ -19,6 +19,13 @@ def _of_peers() -> Iterator[tuple[str, ...]]:
             yield f"`{figure.name}`", figure.unit, figure.help, lines, tag
 
 
+def _of_curves() -> Iterator[tuple[str, ...]]:
+    yield "tag", "recorded by", "unit", "meaning"
+    for figure in FIGURES:
+        if figure.where.tag:
+            yield f"`{figure.where.tag}`", figure.where.by, figure.unit, figure.help
+
+
 def _of_prometheus() -> Iterator[tuple[str, ...]]:
     yield "figure", "", "meaning"
     for figure in FIGURES:
@@ -27,18 +34,24 @@ def _of_prometheus() -> Iterator[tuple[str, ...]]:
             yield f"`{figure.where.prometheus}`", kind, figure.help
 
 
-TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {"runs.md": _of_peers, "operating.md": _of_prometheus}
+TABLES: dict[str, dict[str, Callable[[], Iterator[tuple[str, ...]]]]] = {
+    "runs.md": {"figures": _of_peers, "curves": _of_curves},
+    "operating.md": {"figures": _of_prometheus},
+}
 
 
 def written(page: str) -> tuple[str, str]:
     """Return a page as it is, and as it should be."""
-    text = (HOUSE / "docs" / page).read_text(encoding="utf-8")
-    heading, *rows = TABLES[page]()
-    lines = [heading, tuple("---" for _ in heading), *rows]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    begins, ends = "<!-- figures, written by bin/docs -->", "<!-- end of the figures -->"
-    part = f"{begins}\n\n{table}\n\n{ends}"
-    return text, re.sub(f"{begins}.*?{ends}", lambda _: part, text, flags=re.DOTALL)
+    old = new = (HOUSE / "docs" / page).read_text(encoding="utf-8")
+    for name, rows_of in TABLES[page].items():
+        heading, *rows = rows_of()
+        lines = [heading, tuple("---" for _ in heading), *rows]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        begins, ends = f"<!-- {name}, written by bin/docs -->", f"<!-- end of the {name} -->"
+        assert new.count(begins) == new.count(ends) == 1
+        part = f"{begins}\n\n{table}\n\n{ends}"
+        new = re.sub(f"{begins}.*?{ends}", lambda _, part=part: part, new, flags=re.DOTALL)  # type: ignore[misc]
+    return old, new
 
 
 if __name__ == "__main__":

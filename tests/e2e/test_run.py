@@ -100,7 +100,8 @@ def test_the_effective_configuration_is_written_and_reads_back(four_that_ended: 
 def test_every_peer_writes_the_tags_that_are_relied_on(four_that_ended: Run) -> None:
     for rank in range(4):
         board = EventAccumulator(str(four_that_ended.directory / f"peer-{rank:02d}")).Reload()
-        assert set(board.Tags()["scalars"]) >= TAGS, rank
+        declared = {figure.where.tag for figure in figures.FIGURES}
+        assert declared >= set(board.Tags()["scalars"]) >= TAGS, rank
         assert "test/bits_per_character" not in board.Tags()["scalars"]
         assert "custom_scalars__config__" in board.Tags()["tensors"]
         retrievals = [event.value for event in board.Scalars("sync/retrievals")]

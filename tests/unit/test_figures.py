@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,9 @@ from gossipx.peer.server_role import Total
 from gossipx.runtime.figures.measured import Figures
 from gossipx.runtime.figures.reporting import Reporter
 from gossipx.runtime.figures.scores import scores
+from gossipx.server import hosted_shards
+from gossipx.server.shard_clock import ShardClock
+from gossipx.server.sync_models import sync_model_from
 from gossipx.settings import files
 from gossipx.tools import recorded
 
@@ -126,6 +130,12 @@ def test_a_total_is_recorded_as_the_mean_since_the_last_record() -> None:
     ]
     # Nothing was applied from 10 to 20. At 30 the shard has moved here from another peer, and counts anew.
     assert [record for record in recorded if record[0] == "staleness"] == [("staleness", 2, 5), ("staleness", 5, 10)]
+
+
+def test_figures_of_a_shard_are_declared() -> None:
+    clock = ShardClock(sync_model_from("hybrid:step=5"), None, "lazy", [0, 1], random.Random(0))
+    declared = {figure.where.tag for figure in FIGURES if figure.where.tag.startswith("server/")}
+    assert declared == {f"server/{name}/shard-00" for name in hosted_shards.figures(clock)}
 
 
 # --- The curves of a whole run: mean and worst over its peers ----------------------------------------

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from stale import SSPConsistency
 
 from gossipx.cli import main
+from gossipx.figures import FIGURES
 from gossipx.launch.simulation.run import simulate
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
@@ -190,6 +191,7 @@ def test_real_work_learns_and_records_the_exact_distance(tmp_path: Path) -> None
     rows = (tmp_path / "runs" / "one" / "peer-01" / "metrics.csv").read_text().splitlines()
     tags = {row.split(",")[2] for row in rows}
     assert {"train/loss", "test/accuracy", "sync/delta", "sync/exact_consensus_distance"} <= tags
+    assert tags - {figure.where.tag for figure in FIGURES} == {"tag"}, "the heading"
     assert max(float(row.split(",")[1]) for row in rows[1:]) == pytest.approx(10.0, abs=0.2), "virtual seconds"
 
 
