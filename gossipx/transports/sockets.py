@@ -36,6 +36,9 @@ _HANG_UP = getattr(select, "POLLRDHUP", 0)
 _UNTIMED = 0.01
 # Upper limit of a single wait, in seconds; callers wait again.
 _LONGEST = 3600.0
+# Seconds without progress after which a sender looks whether the remote side has ended. That side's kernel need not
+# tell: if its buffer was full when it closed, its window stays closed, and what cannot be sent is not reset.
+_STALLED = 5.0
 
 
 class SocketStream:
@@ -49,8 +52,8 @@ class SocketStream:
 
     def __init__(self, connected: socket.socket, remote: str, sends_whole: bool):
         connected.setblocking(True)
-        self._sending = _Direction(socket.SO_SNDTIMEO, select.POLLOUT, sends_whole)
-        self._receiving = _Direction(socket.SO_RCVTIMEO, select.POLLIN, sys.platform == "linux")
+        self._sending = _Direction(socket.SO_SNDTIMEO, select.POLLOUT, sends_whole, _STALLED)
+        self._receiving = _Direction(socket.SO_RCVTIMEO, select.POLLIN, sys.platform == "linux", _LONGEST)
         self._socket = connected
         self._remote = remote
         self._lock = threading.Lock()
@@ -174,11 +177,14 @@ class SocketStream:
                 raise PeerTimeoutError(f"{self._remote} did not keep up with the deadline")
             try:
                 if direction.whole:
-                    self._socket.setsockopt(socket.SOL_SOCKET, direction.limit, _timeval(min(left, _LONGEST)))
+                    self._socket.setsockopt(socket.SOL_SOCKET, direction.limit, _timeval(min(left, direction.wait)))
                 return call(0 if direction.whole else socket.MSG_DONTWAIT)
             except BlockingIOError:
-                if not direction.whole:
-                    wait(self._socket, direction.event, deadline)
+                until = time.monotonic() + min(left, direction.wait)
+                if not direction.whole and wait(self._socket, direction.event, until):
+                    continue
+                if direction is self._sending and self.hung_up():
+                    raise ConnectionClosedError(f"{self._remote} closed the connection") from None
             except OSError as error:
                 if self._aborted:
                     raise PeerUnreachableError(f"the connection to {self._remote} was closed here") from error
@@ -208,11 +214,19 @@ def _by_parts(view: memoryview, move: Callable[[memoryview], int], observe: Byte
 
 @dataclass(frozen=True)
 class _Direction:
-    """Sending or receiving: its timeout option, its poll event, and whether the timeout covers a whole call."""
+    """Sending or receiving.
+
+    Attributes:
+        limit: its timeout option.
+        event: its poll event.
+        whole: whether the timeout covers a whole call.
+        wait: seconds of a single wait at most.
+    """
 
     limit: int
     event: int
     whole: bool
+    wait: float
 
 
 _Result = TypeVar("_Result")
@@ -276,13 +290,13 @@ class SocketListener(Generic[_Stream]):
             self._accepting.release()
 
 
-def wait(waiting: socket.socket, event: int, deadline: float) -> None:
-    """Wait for ``event``, an error or the deadline; the caller's next system call shows which it was."""
+def wait(waiting: socket.socket, event: int, deadline: float) -> bool:
+    """Wait for ``event``, an error or the deadline; return whether it was one of the first two."""
     poll = select.poll()
     poll.register(waiting, event)
     left = deadline - time.monotonic()
     # poll takes 32-bit milliseconds; callers wait again.
-    poll.poll(math.ceil(1000 * min(max(left, 0.0), _LONGEST)))
+    return bool(poll.poll(math.ceil(1000 * min(max(left, 0.0), _LONGEST))))
 
 
 def reason(error: OSError) -> str:

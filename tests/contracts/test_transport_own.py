@@ -11,6 +11,7 @@ import errno
 import os
 import random
 import re
+import select
 import socket
 import ssl
 import threading
@@ -30,7 +31,7 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
-from gossipx.transports import Address, Certified, Stream, Transport, tcp
+from gossipx.transports import Address, Certified, Stream, Transport, sockets, tcp
 
 tls, in_thread = streamed.tls, streamed.in_thread
 
@@ -74,6 +75,28 @@ def test_a_half_closed_peer_can_still_be_answered() -> None:
         stream.send([b"answer"], soon())
         assert peer.recv(6) == b"answer"
     stream.abort()
+    listening.close()
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("sends_whole", [True, False])
+def test_a_peer_that_closes_with_a_full_buffer_ends_the_send(
+    sends_whole: bool, in_thread: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its window stays closed: without a look at the stream's end the sender would wait for the whole deadline."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    peer = socket.create_connection(listening.getsockname())
+    ours = listening.accept()[0]
+    while select.select([], [ours], [], SHORT)[1]:  # until both buffers are full
+        ours.send(bytes(2**20), socket.MSG_DONTWAIT)
+    monkeypatch.setattr(sockets, "_STALLED", SHORT)
+    stream = sockets.SocketStream(ours, "peer 1", sends_whole)
+    sending = in_thread(lambda: stream.send([bytes(2**24)], soon()))
+    peer.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerUnreachableError, match="peer 1 closed the connection"):
+        sending.result()
+    stream.abort()
+    peer.close()
     listening.close()
 
 
