@@ -276,8 +276,8 @@ class PeerRole:
             case FinalRequest(digest):
                 return [self.agreement.requested(event, digest, now)]
             case LeaveRequest():
-                answer = self._answer(event.key, self.stages.here(), now)
-                return [answer, *self.stages.peer_left(event.sender, now)]
+                answer, known = self._answer(event.key, self.stages.here(), now), self._has_left(event.sender)
+                return [answer] if known else [answer, *self.stages.peer_left(event.sender, now)]
             case _ if not self._context.fragment_order.fits(event.request):
                 return [self._answer(event.key, NotReadyReply(OTHER_FRAGMENTS), now)]
             case RoundRequest():
@@ -314,8 +314,11 @@ class PeerRole:
                 self.members.record_transfer(to, now - asked, now)
         match request, event.reply:
             case ArriveRequest(), HereReply():
+                known = self._has_left(to)
                 self.barrier.replied(to, request, event.reply, now)
                 self.waves.record_over(event.reply.wave)
+                if self._has_left(to) and not known:  # its LeaveRequest may be lost
+                    return self.stages.peer_left(to, now)
                 return self.server.members_changed(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
                 self._context.step = step
@@ -339,6 +342,9 @@ class PeerRole:
                 return self._request_failed(event.ticket, to, request, now)
             case _:  # the request was given up meanwhile
                 return [Forget(event.ticket)]
+
+    def _has_left(self, rank: int) -> bool:
+        return self.members.others.peek(rank).stage is Stage.LEFT
 
     def _failed(self, event: events.Failed, now: float) -> list[Effect]:
         to, request, _ = self.requests.close(event.ticket)

@@ -19,6 +19,9 @@ from toy import ITERATIONS, SIZE, TIMEOUT, before, bound, ended, models, until, 
 from transcripts import LoggedWorld
 
 from gossipx.peer.agreement import COMPARISONS
+from gossipx.protocol import events
+from gossipx.protocol.effects import Note, Stop
+from gossipx.protocol.messages import ArriveRequest, HereReply, Stage
 from gossipx.settings.modes import Elastic
 from gossipx.sim import Network
 
@@ -199,6 +202,18 @@ def test_a_peer_that_answers_but_hangs_is_left():
     assert equal(made, [0, 1]) and agreed(made, [0, 1])
     assert made.lines(0, "no longer waiting for peer 2 at FINISH: it answers, but has made no progress for 200 s")
     assert made.now < bound(3) + 21 * TIMEOUT
+
+
+@pytest.mark.fault(4)
+def test_a_departure_that_only_a_reply_tells_is_one():
+    """Its own message may be lost: then its answer to the announcement of the finish is all that says so."""
+    made = world(2, network=slow(), slow={1: 5.0}, policy="tau:3", iterations=4, min_peers=2)
+    until(made, 0, "is FINISH")
+    role = made.peers[0].role
+    ((ticket, _),) = role.requests.opened(ArriveRequest)
+    effects = role.handle(events.Replied(ticket, HereReply(Stage.LEFT)), made.now)
+    assert any(isinstance(one, Note) and one.text == "peer 1 has left" for one in effects)
+    assert any(isinstance(one, Stop) and "fewer than min_peers = 2" in one.reason for one in effects)
 
 
 # --- peers that sleep (SIGSTOP, a suspended laptop) and wake after the others have ended ----------------
