@@ -28,7 +28,7 @@ from gossipx.peer.joining.admission import settings_of_run, why_closed
 from gossipx.policies import Policy
 from gossipx.protocol.events import GradientsReady
 from gossipx.recorders import Recorded
-from gossipx.runtime import models
+from gossipx.runtime import model_files
 from gossipx.runtime.checkpoints import Checkpoints, TrainingState, store_of
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.driver.joins import JoinHandler
@@ -235,7 +235,7 @@ class _Builder:
             SERVERS: isinstance(config.mode, Server),
         }
         parts = [part for part, is_used in used.items() if is_used]
-        own = models.directory_of(place.directory, place.rank)
+        own = model_files.directory_of(place.directory, place.rank)
         name = config.run.name or place.directory.name
         settings = {**config.hyperparameters(len(place.names)), "policy": policy}
         of = Recorded(name, place.name, place.rank, own, settings, parts, resumed_at)

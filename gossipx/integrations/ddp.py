@@ -27,7 +27,7 @@ from gossipx.model import layout
 from gossipx.model.layout import Places
 from gossipx.model.section import Section, Slot
 from gossipx.policies import Observation, Policy
-from gossipx.runtime import models
+from gossipx.runtime import model_files
 from gossipx.runtime.ending.stop_signals import StopSignals
 from gossipx.runtime.figures.scores import Evaluate
 from gossipx.runtime.optimizers import OneOrMore, Optimizers
@@ -129,7 +129,7 @@ class PendingJoin:
     def directory(self) -> Path:
         """As :attr:`gossipx.Peer.directory`, but before joining."""
         run = self.run
-        return models.directory_of(run_directory_of(run), rank_and_size(run, self.peers, self.rank)[0])
+        return model_files.directory_of(run_directory_of(run), rank_and_size(run, self.peers, self.rank)[0])
 
     def own(self, directory: str | os.PathLike[str]) -> str:
         """Return a directory for checkpoints of this peer alone within one that the peers may share, before joining.
@@ -138,7 +138,7 @@ class PendingJoin:
         already is this peer's own.
         """
         rank, size = rank_and_size(self.run, self.peers, self.rank)
-        given, name = os.fspath(directory), models.directory_of(Path(), rank).name
+        given, name = os.fspath(directory), model_files.directory_of(Path(), rank).name
         if size == 1 or name in Path(given).absolute().parts:
             return given
         own = f"{given}/{name}"  # it may be a URL
@@ -209,7 +209,7 @@ class GroupPeer:
 
         status = self._run_on_rank_0(functools.partial(self._begin, joining, state) if self._group.rank == 0 else None)
         self.rank, self.size, self.iteration = status.rank, status.size, status.iteration
-        self.directory = models.directory_of(run_directory_of(run), self.rank)
+        self.directory = model_files.directory_of(run_directory_of(run), self.rank)
         if self._peer is None:
             self._signals.install()
             self._slots = list(layout.slots_of(self._module, run.sync.buffers == "mix"))

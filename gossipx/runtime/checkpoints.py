@@ -35,7 +35,7 @@ from gossipx.errors import GossipxError, UsageError
 from gossipx.hub import Centre, ElasticExchange
 from gossipx.model import layout
 from gossipx.model.arena import ParameterArena
-from gossipx.runtime import models
+from gossipx.runtime import model_files
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.driver.clock import CLOSE_TIMEOUT, LimitedLog, SerialWorker
 from gossipx.runtime.optimizers import Optimizers
@@ -49,7 +49,7 @@ Figures = Callable[[], Mapping[str, Any]]
 
 def store_of(directory: Path, rank: int, keep: int = KEEP) -> Store:
     """Return the store of a peer's checkpoints in the run's directory."""
-    return Store(models.directory_of(directory, rank) / "checkpoints", keep)
+    return Store(model_files.directory_of(directory, rank) / "checkpoints", keep)
 
 
 class Checkpoints:

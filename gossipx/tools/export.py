@@ -10,7 +10,7 @@ from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, no_run, run_direct
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import summary
 from gossipx.model import safetensors_file
-from gossipx.runtime import models
+from gossipx.runtime import model_files
 from gossipx.runtime.checkpoints import store_of
 from gossipx.settings import files as config_files
 from gossipx.specs import rank_of, texts
@@ -45,7 +45,7 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
     names = [line.name for line in read_hosts(path / HOSTS_FILE)]
     ranks = range(len(names)) if peer is None else [rank_of(peer, "--peer", names)]
     files, of = _models(path, ranks, () if peer is not None else _lost(path, names))
-    sound = models.sound_among(files)
+    sound = model_files.sound_among(files)
     if not sound:
         raise UsageError("all models of this run contain NaN: it has diverged", path)
     settings = config_files.resolve(settings_in(path))
@@ -56,7 +56,7 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
         "gossipx.policy": settings.values["policy"],
     }
     safetensors_file.write(
-        target, dict(models.average(sound)), "give another --to", {**safetensors_file.TORCH, **about}
+        target, dict(model_files.average(sound)), "give another --to", {**safetensors_file.TORCH, **about}
     )
     left_out = f", {len(files) - len(sound)} left out because they contain NaN" if len(files) > len(sound) else ""
     what = f"peer {names[ranks[0]]}'s model" if peer is not None else f"the average of {len(sound)} models{left_out}"
@@ -75,12 +75,12 @@ def _models(path: Path, ranks: Sequence[int], lost: Collection[int]) -> tuple[li
     """Return the model files of these peers, and the iterations they are from, in words."""
     stores = {rank: store_of(path, rank) for rank in ranks}
     complete = {rank: store.find_complete() for rank, store in stores.items()}
-    final: Mapping[int, Path] = {rank: models.file_of(path, rank) for rank in ranks if rank not in lost}
+    final: Mapping[int, Path] = {rank: model_files.file_of(path, rank) for rank in ranks if rank not in lost}
     there = [
         file
         for rank, file in final.items()
         # A final model older than a checkpoint precedes a resume of the run.
-        if file.is_file() and models.iteration_of(file) >= max(complete[rank], default=0)
+        if file.is_file() and model_files.iteration_of(file) >= max(complete[rank], default=0)
     ]
     if there:
         return there, "as of the end"
@@ -93,4 +93,4 @@ def _models(path: Path, ranks: Sequence[int], lost: Collection[int]) -> tuple[li
     at = {rank: max(common or found) for rank, found in complete.items()}
     least, most = min(at.values()), max(at.values())
     of = f"as of iteration {most}" if least == most else f"as of iterations {least} to {most}"
-    return [stores[rank].directory / f"{at[rank]:08d}" / models.MODEL_FILE for rank in ranks], of
+    return [stores[rank].directory / f"{at[rank]:08d}" / model_files.MODEL_FILE for rank in ranks], of

@@ -21,7 +21,7 @@ from gossipx.launch.directory import (
 from gossipx.launch.hosts import read_hosts
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.driver.shards import servers_of, store_of_shard
-from gossipx.runtime.models import directory_of
+from gossipx.runtime.model_files import directory_of
 from gossipx.server.plan import server_ranks
 from gossipx.settings import files
 from gossipx.settings.modes import Elastic, Server

@@ -17,7 +17,7 @@ from gossipx.metrics.aggregate import WORST, Aggregate
 from gossipx.metrics.board import HUB, PEERS, SERVERS, WHOLE
 from gossipx.metrics.recorder import Recorder
 from gossipx.recorders import Recorded
-from gossipx.runtime import models
+from gossipx.runtime import model_files
 from gossipx.runtime.figures.progress import Progress
 from gossipx.runtime.figures.reporting import MeasuredPeer, Reporter
 from gossipx.runtime.place import Place
@@ -83,7 +83,7 @@ def peer_recorder(plan: Plan, directory: Path, rank: int, number: int, clock: Ca
         return recorders.NOWHERE
     used = {WHOLE: True, PEERS: True, HUB: isinstance(config.mode, Elastic), SERVERS: isinstance(config.mode, Server)}
     parts = [part for part, is_used in used.items() if is_used]
-    own, name = models.directory_of(directory, rank), str(config.run.name)
+    own, name = model_files.directory_of(directory, rank), str(config.run.name)
     settings = config.hyperparameters(plan.size)
     try:
         return recorders.open_all(

@@ -27,7 +27,7 @@ from gossipx.launch.start import Start, check_here, check_names, check_script, p
 from gossipx.launch.world import attempts, process_list
 from gossipx.launch.world.launchers import LaunchWorld, check_world_size
 from gossipx.launch.world.rendezvous import Rendezvous
-from gossipx.runtime.models import directory_of
+from gossipx.runtime.model_files import directory_of
 from gossipx.settings import files
 from gossipx.settings.sections import KEYS, RunConfig, marked
 from gossipx.specs import texts

@@ -51,9 +51,9 @@ from gossipx.runtime.driver.captures import Captures, Outliers, Retrieval
 from gossipx.runtime.driver.clock import DriverClock, LimitedLog
 from gossipx.runtime.driver.commands import Commands
 from gossipx.runtime.driver.joins import JoinHandler
-from gossipx.runtime.driver.models import ModelTransfers
 from gossipx.runtime.driver.outbox import Outbox
 from gossipx.runtime.driver.tables import TableRequest, TableWork
+from gossipx.runtime.driver.transfers import ModelTransfers
 from gossipx.wire import UploadSink
 
 T = TypeVar("T")

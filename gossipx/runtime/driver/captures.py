@@ -24,7 +24,7 @@ from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import CapturedModel, Snapshot
 from gossipx.model.receive import DriftReference
 from gossipx.protocol.messages import WHOLE, RoundRequest
-from gossipx.runtime.driver.models import ReceivedModel
+from gossipx.runtime.driver.transfers import ReceivedModel
 
 
 @dataclass(frozen=True)

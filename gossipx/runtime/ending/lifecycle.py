@@ -21,7 +21,7 @@ from gossipx.metrics.prometheus import Exporter, own_address
 from gossipx.model.receive import digest, flaw
 from gossipx.protocol.events import FiguresReady, FinalModel, JoinRun, LeaveRun, TrainingEnded
 from gossipx.protocol.messages import Stage
-from gossipx.runtime import models
+from gossipx.runtime import model_files
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.ending import exit_hooks
@@ -245,7 +245,9 @@ class Lifecycle:
         """Write the model. Return the error if that fails, to be raised after the figures are reported."""
         if self._place.directory is None or not self._config.run.save_model:
             return None
-        return models.save(self._module, self._arena.step, models.file_of(self._place.directory, self._role.rank))
+        return model_files.save(
+            self._module, self._arena.step, model_files.file_of(self._place.directory, self._role.rank)
+        )
 
     def _unwritten(self, unsaved: GossipxError | None) -> int:
         """Return how many files of this peer could not be written, besides its curves; ``unsaved``: the last error."""

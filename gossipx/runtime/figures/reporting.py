@@ -19,7 +19,7 @@ from gossipx.peer import PeerRole
 from gossipx.peer.server_role import Total
 from gossipx.peer.status import status
 from gossipx.protocol.messages import Stage
-from gossipx.runtime import models
+from gossipx.runtime import model_files
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.driver.captures import Retrieval
 from gossipx.runtime.figures.measured import Figures
@@ -377,10 +377,10 @@ class Reporter:
             return {}
         if self._role.rank != present[0]:
             return own
-        files = [models.file_of(self._place.directory, rank) for rank in present]
+        files = [model_files.file_of(self._place.directory, rank) for rank in present]
         if not all(file.is_file() for file in files):
             return own
-        with models.averaged(self._module, files) as is_averaged:
+        with model_files.averaged(self._module, files) as is_averaged:
             return self.scores() if is_averaged else {}
 
 

@@ -17,7 +17,7 @@ from gossipx.comm import CommManager
 from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
 from gossipx.protocol.events import StepDone
-from gossipx.runtime import models
+from gossipx.runtime import model_files
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.ending import exit_hooks
@@ -96,7 +96,7 @@ class Peer:
     def directory(self) -> Path:
         """This peer's own directory for files that the script writes, ``runs/NAME/peer-00``."""
         assert self._place.directory is not None  # without one, only parts of a peer are tested
-        return models.directory_of(self._place.directory, self.rank)
+        return model_files.directory_of(self._place.directory, self.rank)
 
     @property
     def mixes(self) -> int:
