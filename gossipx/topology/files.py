@@ -75,7 +75,7 @@ def _graph_path(name: str) -> Path | None:
     word = name.partition(":")[0].strip()
     if word in PLAIN:
         return None
-    generators = _generators()
+    generators = _generators_with(word)
     if word in generators:
         return None
     if texts.found(Path(name)) == "file":
@@ -93,14 +93,17 @@ def _graph_path(name: str) -> Path | None:
 
 def _generate(spec: str, size: int, seed: int) -> Topology:
     name = spec.partition(":")[0].strip()
-    graph = specs.build(spec, PLAIN if name in PLAIN else _generators(), "topology")(size, seed)
+    graph = specs.build(spec, _generators_with(name), "topology")(size, seed)
     if isinstance(graph, tuple):
         return Topology(spec, graph, generator=name)
     sites = tuple(graph.nodes[rank].get("site", -1) for rank in range(size))
     return Topology(spec, neighbours_of(graph), generator=name, sites=sites if -1 not in sites else ())
 
 
-def _generators() -> Mapping[str, Callable[..., Generator]]:
+def _generators_with(name: str) -> Mapping[str, Callable[..., Generator]]:
+    """Return a table that has this generator, if there is one: the plain ones need no networkx."""
+    if name in PLAIN:
+        return PLAIN
     from gossipx.topology.generators import GENERATORS  # imports networkx
 
     return GENERATORS
@@ -109,7 +112,7 @@ def _generators() -> Mapping[str, Callable[..., Generator]]:
 def _known_size(size: int | None, name: str) -> int:
     if size is None:
         word, value = (part.strip() for part in (name.partition(":")[::2]))
-        if value and not inspect.signature((PLAIN if word in PLAIN else _generators())[word]).parameters:
+        if value and not inspect.signature(_generators_with(word)[word]).parameters:
             number = value if value.isdecimal() else "N"
             raise UsageError(
                 f"topology '{name}': '{word}' takes no keys; give the number of peers apart: {word} --size {number}"
