@@ -331,6 +331,8 @@ class PeerRole:
                 return self.pulls.replied(event.ticket, to, event.reply, now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
                 return wave.model_received(weight, now)
+            case RoundRequest(), HereReply(stage) if stage > Stage.TRAIN and (wave := self._meeting(event.ticket)):
+                return [Forget(event.ticket), *wave.partner_ended(now)]
             case RoundRequest(), NotReadyReply():  # no back-off: the peer may take part in later waves
                 return self._request_failed(event.ticket, to, request, now)
             case LeaveRequest(), _:

@@ -19,12 +19,10 @@ from gossipx.peer.joining.newcomers import Newcomers
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.training import Training
 from gossipx.peer.waves import WaveSequence
-from gossipx.protocol.effects import Effect, Forget, Note, Resume, Stop, Wait
+from gossipx.protocol.effects import Answer, Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import LAST_WAVE, ArriveRequest, HereReply, LeaveRequest, RoundRequest, Stage
 from gossipx.settings.sections import RunConfig
-
-TRAINED = "its training is over"
 
 
 @dataclass
@@ -53,6 +51,7 @@ class Stages:
     newcomers: Newcomers
     stage: Stage = field(default=Stage.JOINING, init=False)
     report: dict[str, Any] = field(default_factory=dict, init=False)
+    _trained: bool = field(default=False, init=False)  # training is over; the stage may still be TRAIN
     _finish_by: float = field(default=math.inf, init=False)  # when this peer no longer waits for peers that still train
 
     def follow(self, now: float) -> list[Effect]:
@@ -150,8 +149,8 @@ class Stages:
     # --- the finish -------------------------------------------------------------------------------
 
     def _finish(self, now: float) -> list[Effect]:
-        self.training.over = False
-        refused = self.waves.give_up(TRAINED, now)
+        self.training.over, self._trained = False, True
+        refused = self.waves.give_up(HereReply(Stage.FINISH), now)
         if not (self._agrees or self.server.is_needed_at_finish):
             return [*refused, Resume()]
         return [*refused, *self.enter_barrier(Stage.FINISH, now)]
@@ -208,7 +207,7 @@ class Stages:
 
     def round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
         """Handle a request for our model in a round of a wave."""
-        waves, last, refusal = self.waves, request.wave == LAST_WAVE, "it takes part in no wave"
+        waves, last = self.waves, request.wave == LAST_WAVE
         match self.stage:
             case Stage.START | Stage.TRAIN | Stage.FINISH if last:
                 waves.defer(event)
@@ -222,11 +221,12 @@ class Stages:
             case Stage.AGREE if last:  # undecided until the server role's final model arrives or fails
                 waves.defer(event)
                 return []
-            case Stage.START | Stage.TRAIN:
+            case Stage.START | Stage.TRAIN if not self._trained:
                 return self.training.round_requested(event, self.stage is Stage.TRAIN, now)
-            case Stage.FINISH | Stage.AGREE | Stage.COMPARE | Stage.DONE:
-                refusal = TRAINED
-        return [waves.refuse(event, refusal, now)]
+            case Stage.TRAIN | Stage.FINISH | Stage.AGREE | Stage.COMPARE | Stage.DONE if not last:
+                here = HereReply(max(self.stage, Stage.FINISH))
+                return [Answer(event.key, here, now + self.settings.exchange.peer_timeout)]
+        return [waves.refuse(event, "it takes part in no wave", now)]
 
     # --- leaving ----------------------------------------------------------------------------------
 

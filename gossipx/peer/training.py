@@ -15,7 +15,7 @@ from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.waves import WaveSequence
 from gossipx.protocol.effects import Effect, Note, Resume, Wait
 from gossipx.protocol.events import Received, Restored, StepDone
-from gossipx.protocol.messages import ArriveRequest, Stage
+from gossipx.protocol.messages import ArriveRequest, NotReadyReply, Stage
 
 UNSOUND = "its model holds NaN or Inf"
 
@@ -65,7 +65,7 @@ class Training:
             # Mix nothing, and keep NaN out of the policy's state: the training loop may restore a finite model.
             text = f"own model holds NaN or Inf since iteration {event.step}: it is not sent to others; a lower"
             notes: list[Effect] = [Note("diverged", f"{text} learning rate may help")] if was else []
-            return [*notes, *self._exchange.diverged(now), *self._waves.give_up(UNSOUND, now)]
+            return [*notes, *self._exchange.diverged(now), *self._waves.give_up(NotReadyReply(UNSOUND), now)]
         entered = self._exchange.step_ended(now)
         if mix := self._exchange.mix(at_boundary=True):
             self._undecided = event
@@ -155,7 +155,7 @@ class Training:
             self._exchange.last = event.draws["last"]
             self._context.fragment_order.load(event.draws["fragments"])
         self._context.step = event.step
-        dropped = [*self._exchange.drop(now), *self._waves.give_up("its model was replaced", now)]
+        dropped = [*self._exchange.drop(now), *self._waves.give_up(NotReadyReply("its model was replaced"), now)]
         self._exchange.weight = event.weight
         self._context.sync.load_state_dict(event.sync)
         return dropped
@@ -168,7 +168,7 @@ class Training:
         self._ending = True
         ended = self._exchange.end(now)
         # Other peers rely on us in a wave that has started.
-        wave = self._waves.join(self.step, now) if self.sound else self._waves.give_up(UNSOUND, now)
+        wave = self._waves.join(self.step, now) if self.sound else self._waves.give_up(NotReadyReply(UNSOUND), now)
         return [Wait(), *ended, *wave]
 
     def leave(self, now: float) -> list[Effect]:

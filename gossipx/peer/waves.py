@@ -233,12 +233,14 @@ class WaveSequence:
             self.lost += wave.lost
             if wave.merged:
                 self._context.sync.completed(wave.merged)
+            elif wave.ended and not wave.lost:
+                self._context.sync.found_nobody()
             else:
                 self._context.sync.abandoned()
         return Forget(wave.ticket)
 
-    def give_up(self, reason: str, now: float) -> list[Effect]:
-        """Abandon the current wave and refuse waiting requests, except those of the last wave."""
+    def give_up(self, reply: messages.Reply, now: float) -> list[Effect]:
+        """Abandon the current wave, and answer waiting requests with ``reply``, except those of the last wave."""
         wave, effects = self.current, list[Effect]()
         waiting = [event for event in self._early if _round_request(event).wave != messages.LAST_WAVE]
         self._early = [event for event in self._early if _round_request(event).wave == messages.LAST_WAVE]
@@ -247,7 +249,7 @@ class WaveSequence:
             self.current, self._taking_in = None, False
             self._context.sync.abandoned()
             effects.append(Forget(wave.ticket))
-        return effects + [self.refuse(event, reason, now) for event in waiting]
+        return effects + [Answer(event.key, reply, now + self._context.timeout) for event in waiting]
 
     def leave(self, now: float, reason: str = "it leaves") -> list[Effect]:
         """Refuse all waiting requests and take part in no wave any more."""
@@ -322,6 +324,7 @@ class Wave:
         merged: number of models merged into it.
         weight: sum of the weights of the models in our average.
         lost: number of rounds skipped because the partner was missing.
+        ended: partners that said that their training is over: their rounds are skipped and not lost.
         over: whether no round is left.
         has_exchanged: whether a model was sent or received, so that the members can no longer change.
     """
@@ -337,6 +340,7 @@ class Wave:
     fragment: int = messages.WHOLE
     merged: int = field(default=0, init=False)
     lost: int = field(default=0, init=False)
+    ended: set[int] = field(default_factory=set, init=False)
     over: bool = field(default=False, init=False)
     has_exchanged: bool = field(default=False, init=False)
     _began: float = field(default=0.0, init=False)
@@ -392,9 +396,9 @@ class Wave:
             if part is None:
                 continue
             partner = self.members[part.partner]
-            if partner not in self.missing:
+            if partner not in self.missing | self.ended:
                 return partner, part
-            self.lost += 1
+            self.lost += partner in self.missing
         self._entered = self._rounds
         return None
 
@@ -451,6 +455,12 @@ class Wave:
             return [note, *self._complete(now)]
         self.lost += 1
         return [note, *self._next_round(now)]
+
+    def partner_ended(self, now: float) -> list[Effect]:
+        """Leave the partner out: its training was over before it knew of the wave, which is no fault."""
+        assert self._round is not None
+        self.ended.add(self._round.partner)
+        return self._next_round(now)
 
     def peer_left(self, rank: int, now: float) -> list[Effect]:
         """Handle the departure of ``rank``."""

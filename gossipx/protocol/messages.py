@@ -169,7 +169,8 @@ class PeerProgress(fields.Message, frozen=True):
 class HereReply(Reply, PeerProgress, frozen=True):
     """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the same fields of the replying peer.
 
-    It also answers a :class:`RoundRequest` in a round in which the receiver gets a model but gives none.
+    It also answers a :class:`RoundRequest` in a round in which the receiver gets a model but gives none, and one that
+    reaches a peer whose training is over.
     """
 
 
