@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -121,7 +122,7 @@ class Gloo:
 
     def wait(self, work: dist.Work, deadline: float, pair: PairGroup) -> None:
         """Block without holding the interpreter's lock; gloo closes the group if this times out."""
-        work.wait(_left(deadline))
+        pair.waiter.wait(work, deadline)
 
     def abort(self, group: dist.ProcessGroup, other: int) -> None:
         """Close the group by a receive that times out, since gloo closes a group on any timeout."""
@@ -277,16 +278,56 @@ def check(kind: Kind, device: torch.device | None) -> None:
         )
 
 
+class _Waiter:
+    """Waits for a group's operations in a thread, so that :meth:`close` can end a wait that gloo does not end.
+
+    If a group is closed, here or by a peer that dies, gloo wakes no call whose message is partly sent or received.
+    """
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[dist.Work, float] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, work: dist.Work, deadline: float) -> None:
+        """Wait until ``work`` is complete; RuntimeError if it fails, is incomplete at the deadline, or on a close."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gossipx-gloo", daemon=True)
+            self._thread.start()
+        self._works.put((work, deadline))
+        if (error := self._results.get()) is not None:
+            raise error
+
+    def close(self) -> None:
+        """End a wait in another thread, and this object's own thread as soon as gloo lets it end."""
+        self._works.put(None)
+        self._results.put(RuntimeError("closed"))
+
+    def _run(self) -> None:
+        while (given := self._works.get()) is not None:
+            error: Exception | None = None
+            try:
+                given[0].wait(_left(given[1]))
+            except Exception as failed:
+                error = failed
+            del given  # else this thread may destroy the operation while the process exits, which aborts it
+            self._results.put(error)
+
+
 class PairGroup:
     """One end of a process group of two; a :class:`gossipx.transports.Carrier`.
 
     Args:
         spare: staging buffers not in use, shared by all groups of a peer.
         other: rank of the other end.
+
+    Attributes:
+        waiter: what a backend without a wait of its own that :meth:`abort` ends waits by.
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: Backend, spare: list[Staging], other: int):
         self._group, self._backend, self._spare, self._other = group, backend, spare, other
+        self.waiter = _Waiter()
         self._lock = threading.Lock()
         self._aborted = False
 
@@ -349,6 +390,7 @@ class PairGroup:
         if first:
             with contextlib.suppress(RuntimeError):  # the group has failed already
                 self._backend.abort(self._group, self._other)
+            self.waiter.close()
 
     def _staging(self) -> Staging:
         try:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forks.client import Piped
-from managers import LONG, Host, certify, runs, settings_of
+from managers import LONG, Host, certify, runs, settings_of, soon
 
 from gossipx.errors import LocalFaultError, NoCarrierError, PeerUnreachableError, ProtocolError
 from gossipx.protocol.messages import ModelReply, PullRequest
-from gossipx.transports import KeyValueStore, link
+from gossipx.transports import KeyValueStore, link, process_group
 from gossipx.transports.process_group import CHUNK, Gloo, PairGroup, ProcessGroups
 from gossipx.transports.shared_memory import LinkStore
 from gossipx.wire import Carried, CarrierReply, Message, ModelAck, NoCarrierReply, SetNote
@@ -202,6 +204,63 @@ def test_a_peer_that_restarts_with_the_same_transport_gets_a_group(
     pulls_well(a, 2)
     assert sorted(built) == [False, True]
     assert len(told(caplog)) == 1
+
+
+class Notes:
+    """Keys and values that both ends of a group share."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._notes[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._notes, LONG)
+            return self._notes[key]
+
+
+def pair_of_groups() -> list[PairGroup]:
+    """Return both ends of a group over gloo, of two threads: that which sends, and that which receives."""
+    notes, both = Notes(), [ProcessGroups("gloo", torch.device("cpu")) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda given: given[1].build(given[0] == 1, notes, "127.0.0.1", soon()), enumerate(both)))
+
+
+@pytest.mark.fault(1, 36)
+@pytest.mark.parametrize("stays", ["sender", "receiver"])
+def test_a_transfer_ends_with_its_group_in_the_middle_of_a_message(stays: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo does not wake a call whose message is sent or received in part: it would last until its deadline."""
+    size = 256 * 2**20  # so long that the message is on its way when the other end closes
+    monkeypatch.setattr(process_group, "CHUNK", size)
+    sender, receiver = pair_of_groups()
+    monkeypatch.setattr(receiver, "_spare", [Gloo().staging()])
+    (staging,) = receiver._spare
+    ended: queue.Queue[Exception] = queue.Queue()
+
+    def moving(parts: Iterator[memoryview]) -> None:
+        try:
+            for _ in parts:
+                pass
+        except PeerUnreachableError as error:
+            ended.put(error)
+
+    far = soon(100 * LONG)
+    model = memoryview(torch.ones(size, dtype=torch.uint8).numpy())
+    for parts in (sender.send(model, far), receiver.receive(size, far)):
+        threading.Thread(target=moving, args=(parts,), daemon=True).start()
+    until = soon()
+    while not staging.host[0, 0]:
+        assert time.monotonic() < until
+    gone, left = (receiver, sender) if stays == "sender" else (sender, receiver)
+    gone.abort()
+    assert "closed here" in str(ended.get(timeout=LONG))
+    left.abort()
+    assert "closed here" in str(ended.get(timeout=LONG))
 
 
 @pytest.mark.parametrize("whose", [0, 1])
