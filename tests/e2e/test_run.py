@@ -129,7 +129,8 @@ with gossipx.join(model, optimizer, evaluate=lambda model: float(model.bias.deta
     assert summary["retrievals"] == [8, 8, 8] and summary["skipped"] == [0, 0, 0]
     assert max(summary["finish_bytes"]) < 10_000  # some requests, no model
     assert summary["test_accuracy"] == summary["test_accuracy_before_finish"]
-    assert max(differences(run.model(0), run.model(1)).values()) > 1e-4
+    # Two that pulled each other's model in their last pulls hold the same mean; the third has another.
+    assert max(max(differences(run.model(0), run.model(rank)).values()) for rank in (1, 2)) > 1e-4
     assert summary["consensus_accuracy"] is not None
 
     started = ("--policy", "drift:distance=0.05", "--blocking", "--iterations", "20", "--init", "own", "--overwrite")
