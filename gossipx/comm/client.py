@@ -97,17 +97,30 @@ class RequestClient:
             raise ValueError(f"no peer has rank {job.to}")
         frames.encode(job.request, 0, job.upload)  # validates: raise in the caller, not in the worker
         with self._lock:
-            if not self._links.closed.is_set():
-                # One worker per pending request, without a limit: with a limit, requests to dead peers
-                # would delay a request to a living peer past its deadline.
-                if self._idle_workers <= len(self._jobs):
-                    self._links.spawn("ask", self._work)
+            closed = self._links.closed.is_set()
+            if not closed:
+                lacking = self._idle_workers <= len(self._jobs)
                 self._jobs.append(job)
                 self._unfinished.add(job)
                 self._arrived.notify()
-                return functools.partial(self._cancel, job)
-        call_back_in_thread(job.done, self._links.closed_error())
-        return lambda: None
+        if closed:
+            call_back_in_thread(job.done, self._links.closed_error())
+            return lambda: None
+        # One worker per pending request, without a limit: with a limit, requests to dead peers would delay a request to
+        # a living peer past its deadline.
+        if lacking:
+            self._spawn_worker(job)
+        return functools.partial(self._cancel, job)
+
+    def _spawn_worker(self, job: OutgoingRequest) -> None:
+        try:
+            self._links.spawn("ask", self._work)
+        except RuntimeError:
+            with self._lock:
+                if job in self._jobs:  # else another worker has taken it
+                    self._jobs.remove(job)
+                    self._unfinished.remove(job)
+                    raise
 
     def _cancel(self, job: OutgoingRequest) -> None:
         with self._lock:

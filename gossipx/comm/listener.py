@@ -182,13 +182,16 @@ class RequestListener:
             if victim is not None and victim is not stream:
                 del self._inbound[victim]
             if victim is not stream:
-                try:
-                    self._links.spawn("serve", self._serve, stream)
-                    self._inbound[stream] = False
-                except RuntimeError:  # the system cannot start another thread
-                    stream.abort()
+                self._inbound[stream] = False
         if victim is not None:
             victim.abort()
+        if victim is not stream:
+            try:
+                self._links.spawn("serve", self._serve, stream)
+            except RuntimeError:  # the system cannot start another thread
+                stream.abort()
+                with self._lock:
+                    self._inbound.pop(stream, None)
         return count if full else 0
 
     def _serve(self, stream: Stream, hosts: Sequence[str] = ()) -> None:

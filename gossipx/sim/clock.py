@@ -17,7 +17,12 @@ class VirtualWorker:
         later: schedules an action of the peer.
         now: returns the time.
         failed: called with the error of a job; None: errors are raised.
+
+    Attributes:
+        busy_for: 0: a job takes no time.
     """
+
+    busy_for = 0.0
 
     def __init__(self, later: Later, now: Callable[[], float], failed: Callable[[Exception], None] | None):
         self._later = later

@@ -423,6 +423,9 @@ class Links:
     def spawn(self, what: str, target: Callable[..., None], *given: object) -> None:
         """Start a daemon thread that runs ``target(*given)``; :meth:`join` waits for it.
 
+        Hold no lock meanwhile that the end of this peer needs: CPython waits until the thread runs, for ever if that
+        has no memory to begin.
+
         Args:
             what: purpose of the thread, for its name.
 
@@ -439,8 +442,13 @@ class Links:
 
         thread = threading.Thread(target=run, name=f"gossipx-{what}-{self._name}", daemon=True)
         with self._lock:
-            thread.start()
             self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._threads.discard(thread)
+            raise
 
     @property
     def threads(self) -> int:
@@ -465,7 +473,8 @@ class Links:
         with self._lock:
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            with contextlib.suppress(RuntimeError):  # it has not begun
+                thread.join(max(0.0, until - time.monotonic()))
         with self._lock:  # links refer back to this object: the cycle would keep mapped memory until a gc run
             self._links.clear()
             for idle in self._idle:

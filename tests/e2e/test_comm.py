@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import queue
 import socket
@@ -272,6 +273,34 @@ def test_closing_ends_all_that_is_pending(two: tuple[Host, Host]) -> None:
         assert b.answered.get(timeout=LONG) is False
     error = b.ask(0, LeaveRequest()).get(timeout=LONG)
     assert "peer-01 has ended its connections" in str(error)
+
+
+@pytest.mark.fault(68)
+def test_a_thread_that_cannot_begin_does_not_delay_the_end(
+    two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory a thread may end before it runs, and CPython waits for it for ever in the one that starts it."""
+    one, begin, lost = two[0], threading.Thread._bootstrap, queue.SimpleQueue()
+
+    def may_not_begin(thread: threading.Thread) -> None:
+        if thread.name.startswith(("gossipx-ask", "gossipx-serve")):
+            lost.put(thread)
+        else:
+            begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", may_not_begin)
+    asking = threading.Thread(target=one.ask, args=(1, LeaveRequest()))
+    asking.start()
+    asked = lost.get(timeout=LONG)
+    with socket.create_connection((one.comm.address.host, one.comm.address.port)):
+        served = lost.get(timeout=LONG)
+    ending = threading.Thread(target=one.comm.close, daemon=True)
+    ending.start()
+    ending.join(LONG)
+    assert not ending.is_alive()
+    for thread in (asked, served):  # let them begin after all, so that no thread is left
+        _thread.start_new_thread(begin, (thread,))
+    asking.join(LONG)
 
 
 def test_closing_does_not_wait_for_a_connection_that_is_being_opened(

@@ -509,6 +509,28 @@ with peer:
     assert "can't allocate memory" in ended.output or "MemoryError" in ended.output, ended.shown
 
 
+@pytest.mark.slow
+@pytest.mark.fault(32, 68)
+def test_a_peer_whose_threads_cannot_begin_dies_alone(two: Folder) -> None:
+    """CPython waits for ever for a thread that has no memory to begin, so nothing may depend on one that starts it."""
+    text = """
+import threading
+from gossipx.comm import client
+def dies(thread):
+    raise MemoryError
+client._WORKER_IDLE = 0.0  # so that each request starts a thread
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        threading.Thread._bootstrap = dies
+        raise MemoryError
+    train(peer, model, optimizer, 20)
+"""
+    ended = two.start_run(*two.training(text, *BRIEF)).end()
+    run = Run(two.path / "x", ended)
+    assert run.summary["lost"] == [two.names[1]] and run.summary["iterations"] == 20, ended.shown
+
+
 def test_training_in_a_thread_continues_after_the_main_thread(two: Folder) -> None:
     text = "import threading\nthreading.Thread(target=train, args=(peer, model, optimizer, 300)).start()\n"
     run = two.run(*two.training(text, "--policy", "tau:5", "--peer-timeout", "20"))

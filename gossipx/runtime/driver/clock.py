@@ -20,6 +20,10 @@ class SerialJobs(Protocol):
     def put(self, job: Callable[[], None]) -> None:
         """Queue a job."""
 
+    @property
+    def busy_for(self) -> float:
+        """Seconds that the job under way has taken; 0 between jobs."""
+
     def close(self, wait: bool = False) -> None:
         """Ignore later jobs; with ``wait``, return when the queued ones are done."""
 
@@ -141,8 +145,15 @@ class SerialWorker:
         self._name = name
         self._failed = failed
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._began: float | None = None  # when the job under way began
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def busy_for(self) -> float:
+        """Seconds that the job under way has taken; 0 between jobs."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     def put(self, job: Callable[[], None]) -> None:
         """Queue a job."""
@@ -160,6 +171,7 @@ class SerialWorker:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
+            self._began = time.monotonic()
             try:
                 job()
             except Exception as error:
@@ -167,6 +179,7 @@ class SerialWorker:
                     log.exception("%s: a job failed", self._name)
                 else:
                     self._failed(error)
+            self._began = None
 
 
 INTERVAL = 60.0

@@ -142,6 +142,11 @@ class Outbox:
         """Queue a job for the outbox's thread."""
         self._worker.put(job)
 
+    @property
+    def busy_for(self) -> float:
+        """Seconds that the job under way has taken; 0 between jobs."""
+        return self._worker.busy_for
+
     def close(self) -> None:
         """Stop sending, and make no more callbacks."""
         self._worker.close()

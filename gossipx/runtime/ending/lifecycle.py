@@ -457,5 +457,8 @@ class Lifecycle:
 
     def _tell_leaving(self) -> None:
         if self._driver.error is None:
+            limit = self._config.exchange.peer_timeout
             self._driver.handle(LeaveRun())
-            self._driver.wait()
+            self._driver.wait(lambda: self._driver.outbox.busy_for > limit)
+            if self._driver.waiting:
+                log.warning("left without telling the others: no request could be sent for %g s", limit)
