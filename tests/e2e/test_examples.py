@@ -108,17 +108,14 @@ CHECKS: dict[str, tuple[Callable[[Path, Any, str], None] | None, tuple[str, ...]
 }
 """Further checks of a run of each example, and the extras that it needs."""
 SLOW = {"torchrun_ddp_groups.py"}
-BLOCKING = {"caffe_solver.py", "custom_sync_manager.py"}
-"""Their few iterations may be over before the first connection, or before as many pulls as they are to make."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CHECKS])
 def test_two_peers_run_an_example(here: Path, name: str) -> None:
     check, extras = CHECKS[name]
     require(*extras)
-    command = f"{COMMANDS[name]} {SHORT[name]}"
-    if name in BLOCKING:
-        command = command.replace("gossipx run", "gossipx run --blocking")
+    # So short, they may be over before the first connection, or before as many pulls as they are to make.
+    command = f"{COMMANDS[name]} {SHORT[name]}".replace("gossipx run", "gossipx run --blocking")
     said = run(here, command)
     found = summary.read(here / "runs" / command.split("--name ")[1].split()[0])
     assert (found.peers, found.lost, found.agreed) == (2, [], True)
