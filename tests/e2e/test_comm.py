@@ -298,6 +298,7 @@ def test_a_thread_that_cannot_begin_does_not_delay_the_end(
     ending.start()
     ending.join(LONG)
     assert not ending.is_alive()
+    monkeypatch.undo()
     for thread in (asked, served):  # let them begin after all, so that no thread is left
         _thread.start_new_thread(begin, (thread,))
     asking.join(LONG)
