@@ -73,8 +73,6 @@ def absolute_topology(name: str) -> str:
 def _graph_path(name: str) -> Path | None:
     """Return the named file; None if the name is a generator's."""
     word = name.partition(":")[0].strip()
-    if word in PLAIN:
-        return None
     generators = _generators_with(word)
     if word in generators:
         return None

@@ -445,10 +445,10 @@ class Links:
             self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError:
+        except (RuntimeError, MemoryError) as error:
             with self._lock:
                 self._threads.discard(thread)
-            raise
+            raise RuntimeError(str(error) or "not enough memory") from error
 
     @property
     def threads(self) -> int:

@@ -322,7 +322,7 @@ class PairGroup:
         other: rank of the other end.
 
     Attributes:
-        waiter: what a backend without a wait of its own that :meth:`abort` ends waits by.
+        waiter: waits for a backend whose own waits :meth:`abort` cannot end.
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: Backend, spare: list[Staging], other: int):

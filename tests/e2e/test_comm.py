@@ -276,6 +276,29 @@ def test_closing_ends_all_that_is_pending(two: tuple[Host, Host]) -> None:
 
 
 @pytest.mark.fault(68)
+@pytest.mark.parametrize("lack", [RuntimeError("can't start new thread"), MemoryError()], ids=["threads", "memory"])
+def test_a_request_for_which_no_thread_can_start_is_refused_whole(
+    two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch, lack: Exception
+) -> None:
+    """The caller gets an error, and nothing is left that would be sent or told later."""
+
+    def fails(thread: threading.Thread) -> None:
+        raise lack
+
+    (one, other), results = two, queue.SimpleQueue()
+    other.serve(b"")
+    threads = one.comm._member.links.threads
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match=r"new thread|not enough memory"):
+            one.comm.request(1, LeaveRequest(), deadline=soon(), payload=None, done=results.put)
+    assert one.comm._member.links.threads == threads
+    assert one.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    one.comm.close()
+    assert results.empty()
+
+
+@pytest.mark.fault(68)
 def test_a_thread_that_cannot_begin_does_not_delay_the_end(
     two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
