@@ -1,15 +1,21 @@
-"""Optimizers that torch does not have: LARS.
+"""Optimizers that torch does not have: LARS, and Muon for a model's hidden matrices with AdamW for all else.
 
 A loop uses them like torch's, and a parameter server runs them on its tables, by the class that the loop has given.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from gossipx.errors import UsageError
+from gossipx.model.layout import NORMS, plain_name
+from gossipx.specs import suggest
 
 
 class LARS(torch.optim.Optimizer):
@@ -67,3 +73,111 @@ class LARS(torch.optim.Optimizer):
             state["velocity"] = torch.zeros_like(weights, memory_format=torch.preserve_format)
         step = gradient.add(weights, alpha=decay).mul_(ratio * group["trust"])
         weights.sub_(state["velocity"].mul_(group["momentum"]).add_(step, alpha=group["lr"]))
+
+
+def muon(
+    model: nn.Module,
+    lr: float,
+    *,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    adamw: str | Iterable[str] | None = None,
+) -> MuonAdamW:
+    """Return one optimizer of a model: Muon for its hidden matrices, AdamW for everything else, at one learning rate.
+
+    Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon; Liu et al., "Muon is Scalable for LLM Training",
+    2025, arXiv:2502.16982, Eq. 4) makes the momentum of a matrix nearly orthogonal. A step of an A × B matrix is scaled
+    by 0.2 √max(A, B), so that its elements are as large as AdamW's and both take one rate.
+
+    *Hidden matrices* are the 2-D parameters named ``weight`` of ``nn.Linear`` and of other layers that are no embedding
+    or normalisation, and the projections of ``nn.MultiheadAttention``. The last of them in the order of the modules
+    counts as the output layer, which is AdamW's, as is one that is tied to an embedding. So are the kernels of
+    convolutions, the weights of recurrent layers, and what a module of your own holds under another name.
+
+    Args:
+        model: the model; of one in ``fully_shard``, after sharding it.
+        lr: the learning rate of both, at least 0; a good one for AdamW is a good start.
+        weight_decay: of both, at least 0: the decay in one step divided by ``lr``.
+        momentum: Muon's, from 0 to below 1, in Nesterov's form. AdamW has torch's betas.
+        adamw: names of matrices that AdamW trains in place of the last one, with ``*`` for any text; empty: none, as
+            for an encoder without an output layer.
+
+    Raises:
+        UsageError: torch is older than 2.9, the model has no hidden matrix, or a name fits no matrix.
+        ValueError: a value is out of its range.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise UsageError(f"Muon needs torch 2.9, and this is {torch.__version__}: update it, or give another optimizer")
+    hidden = _hidden_matrices(model, adamw)
+    if not hidden:
+        raise UsageError(
+            f"{type(model).__name__} has no hidden matrix, and Muon trains only these: use torch.optim.AdamW, or name"
+            " the output layers by adamw="
+        )
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in hidden]
+    groups: list[dict[str, Any]] = [{"params": [*hidden.values()], "kind": "muon", "momentum": momentum}]
+    if rest:
+        groups.append({"params": rest})
+    return MuonAdamW(groups, lr=lr, weight_decay=weight_decay)
+
+
+def _hidden_matrices(model: nn.Module, adamw: str | Iterable[str] | None) -> dict[int, nn.Parameter]:
+    """Return the matrices for Muon by id, in the order of the modules; ``adamw`` as for :func:`muon`."""
+    found: dict[str, nn.Parameter] = {}
+    embedded = set()
+    for place, layer in model.named_modules():
+        is_embedding = any("Embedding" in kind.__name__ for kind in type(layer).__mro__)
+        for name, parameter in layer.named_parameters(recurse=False):
+            if is_embedding:
+                embedded.add(id(parameter))
+            elif parameter.ndim == 2 and not isinstance(layer, NORMS) and _is_of_matrix(layer, name):
+                found[plain_name(f"{place}.{name}".lstrip("."))] = parameter
+    names = [*found][-1:] if adamw is None else [adamw] if isinstance(adamw, str) else list(adamw)
+    for name in names:
+        if not any(fnmatchcase(one, name) for one in found):
+            raise UsageError(f"adamw: '{name}' is the name of no matrix{suggest(name, found)}: correct it")
+    others = embedded | {id(one) for key, one in found.items() if any(fnmatchcase(key, name) for name in names)}
+    return {id(parameter): parameter for parameter in found.values() if id(parameter) not in others}
+
+
+def _is_of_matrix(layer: nn.Module, name: str) -> bool:
+    return name == "weight" or (isinstance(layer, nn.MultiheadAttention) and name.endswith("proj_weight"))
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon and AdamW as one optimizer; made by :func:`muon`.
+
+    Each parameter group has a ``kind``, ``muon`` or ``adamw`` (the default), and may set further hyperparameters of
+    torch's optimizer of that name. The state is that of torch's optimizers.
+
+    Args:
+        params: groups of tensors; those of the kind ``muon`` are matrices.
+        lr, weight_decay: of groups without their own, at least 0.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.1):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "kind": "adamw"})
+        for group in self.param_groups:
+            if not (group["lr"] >= 0 and group["weight_decay"] >= 0 and 0 <= group.get("momentum", 0) < 1):
+                raise ValueError("MuonAdamW: lr and weight_decay are at least 0, and momentum is below 1")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update each parameter that has a gradient, which stays as it is; return what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        made: dict[str, torch.optim.Optimizer] = {
+            "muon": torch.optim.Muon([{"params": []}], adjust_lr_fn="match_rms_adamw"),
+            "adamw": torch.optim.AdamW([{"params": []}]),
+        }
+        for kind, one in made.items():
+            own = (group for group in self.param_groups if group["kind"] == kind)
+            one.param_groups, one.state = [{**one.defaults, **group} for group in own], self.state
+            # Hooks on the steps of all optimizers, as a profiler has them, shall see one step.
+            inspect.unwrap(type(one).step)(one)
+        return loss

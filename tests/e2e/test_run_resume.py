@@ -51,7 +51,8 @@ import numpy
 for seed in (torch.manual_seed, numpy.random.seed, random.seed):
     seed(3)
 model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+has_muon = hasattr(torch.optim, "Muon")
+optimizer = gossipx.optimizers.muon(model, lr=0.01) if has_muon else torch.optim.Adam(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [7, 21, 33], gamma=0.5)
 
 
@@ -93,8 +94,8 @@ tell(peer, begun=begun, seen=order.seen, rate=scheduler.get_last_lr())
 
 
 def test_random_numbers_and_a_scripts_own_parts_resume_bit_for_bit(tmp_path: Path) -> None:
-    """Those of torch, numpy and Python; a model with BatchNorm, whose counter is not exchanged; and the script need not
-    be named again."""
+    """Those of torch, numpy and Python; Muon with AdamW; BatchNorm, whose counter is not exchanged; and the script need
+    not be named again."""
     with folder(tmp_path, 1) as here:
         script = here.script(OWN_PARTS)
         straight = here.run("--policy", "never", script, here.path, "whole", name="straight")
