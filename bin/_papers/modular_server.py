@@ -295,7 +295,7 @@ def _accuracy(full: bool, data_dir: str | None, speeds: dict[str, Speed]) -> lis
     )
     common: dict[str, dict[str, Any]] = {
         "simulation": {"peers": WORKERS},
-        "task": {"model": "lenet", "base_lr": 0.05, "momentum": 0.0, "weight_decay": 0.0, **task},
+        "task": {"model": "lenet", "lr": 0.05, "momentum": 0.0, "weight_decay": 0.0, **task},
         "compute": {"seconds": seconds_of("resnet"), "spread": JITTER},
         "server": {"servers": "0,1,2,3"},
         "run": {"iterations": iterations, "eval_interval": iterations // POINTS},

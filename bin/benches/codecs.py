@@ -70,7 +70,7 @@ def record(model: str, kept: int = KEPT) -> Recorded:
     torch.manual_seed(0)
     module = build_model(model, classes=task.classes, channels=task.channels, pixels=task.pixels)
     optimizer = torch.optim.SGD(
-        module.parameters(), lr=preset.base_lr, momentum=preset.momentum, weight_decay=preset.weight_decay
+        module.parameters(), lr=preset.lr, momentum=preset.momentum, weight_decay=preset.weight_decay
     )
     batches = Batches(load(TASK)[0], preset.batch_size, 0)
     steps = []

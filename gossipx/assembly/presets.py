@@ -21,8 +21,12 @@ OF_TASK = (
     *("eval_interval", "seconds"),
 )
 """Settings of the built-in task, which have no effect on a script."""
-MOMENTUM = 0.9
-"""Momentum of SGD and LARS for a model whose own optimizer has none: that of all other models."""
+MOMENTUM, MUON_MOMENTUM = 0.9, 0.95
+"""Momentum of SGD and LARS for a model whose own optimizer has none: that of all other models. Momentum of Muon for all
+models: that of Jordan and torch."""
+_TITLES = {"adamw": "AdamW", "lars": "LARS", "muon": "Muon"}
+_NOT_OF = {"adamw": ("momentum", "nesterov"), "lars": ("nesterov",), "muon": ("nesterov",)}
+"""Settings that optimizers do not have. Muon's momentum is always Nesterov's."""
 LONGEST_EVAL_INTERVAL = 250
 """Default of ``--eval-interval``: an evaluation takes as long as 14 iterations of lenet. In a run of fewer than 2,500
 iterations it is a tenth of them, since a curve needs some points."""
@@ -94,7 +98,7 @@ def _with_task_of_model(config: RunConfig) -> RunConfig:
 def _with_preset(config: RunConfig) -> RunConfig:
     task = config.task
     preset = PRESETS[task.model]
-    values = {**dataclasses.asdict(preset), "momentum": _momentum_of(config, preset)}
+    values = {**dataclasses.asdict(preset), **_of_optimizer(config, preset)}
     if preset.schedule == "cosine":
         reason = f"is for a learning rate with steps, and that of --model {task.model} follows a cosine: leave it out"
         rules.refuse_given(config, ("gamma", "lr_steps"), reason)
@@ -109,22 +113,23 @@ def _with_preset(config: RunConfig) -> RunConfig:
     return files.changed(config, **filled)
 
 
-def _momentum_of(config: RunConfig, preset: Preset) -> float | None:
-    """Return the momentum of the optimizer unless it is given; None: the optimizer has none.
+def _of_optimizer(config: RunConfig, preset: Preset) -> dict[str, float | None]:
+    """Return the learning rate and the momentum of the optimizer, unless they are given; None: it has no momentum.
 
     Raises:
         UsageError: settings do not suit the optimizer, or the preset's learning rate is for another.
     """
     task = config.task
     name = task.optimizer or preset.optimizer
-    reason = f"is for SGD, and {'LARS' if name == 'lars' else 'AdamW'} trains --model {task.model}: leave it out"
-    without = {"sgd": (), "lars": ("nesterov",), "adamw": ("momentum", "nesterov")}[name]
-    rules.refuse_given(config, without, reason)
-    if name != preset.optimizer and task.base_lr is None:
+    reason = f"is for SGD, and {_TITLES.get(name)} trains --model {task.model}: leave it out"
+    rules.refuse_given(config, _NOT_OF.get(name, ()), reason)
+    lr = preset.lr if name == preset.optimizer else preset.muon_lr if name == "muon" else None
+    if lr is None and task.lr is None:
         raise UsageError(
-            f"--optimizer {name} needs --base-lr: the learning rate of --model {task.model} is for {preset.optimizer}"
+            f"--optimizer {name} needs --lr: the learning rate of --model {task.model} is for {preset.optimizer}"
         )
-    return None if name == "adamw" else preset.momentum or MOMENTUM
+    default = MUON_MOMENTUM if name == "muon" else preset.momentum or MOMENTUM
+    return {"lr": lr, "momentum": None if name == "adamw" else default}
 
 
 def _policy_for(preset: Preset, spec: str) -> str:

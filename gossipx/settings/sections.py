@@ -91,14 +91,15 @@ class TaskSettings:
     """Model: lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet; of text, transformer."""
     batch_size: int | None = setting(None, 1, 60_000)
     """Batch size per peer, in images or windows of text. Default: the model's."""
-    optimizer: Literal["sgd", "adamw", "lars"] | None = setting(None)
-    """Optimizer; another than the model's needs --base-lr. Default: the model's."""
-    base_lr: float | None = setting(None, 0, LARGEST_FACTOR)
-    """Initial learning rate. Default: the model's."""
+    optimizer: Literal["sgd", "adamw", "muon", "lars"] | None = setting(None)
+    """Optimizer: sgd, adamw, muon (with adamw for all but hidden matrices) or lars. Default: the model's."""
+    lr: float | None = setting(None, 0, LARGEST_FACTOR)
+    """Initial learning rate; needed with another optimizer than the model's, but not with muon on lenet or transformer.
+    Default: the model's."""
     gamma: float | None = setting(None, 0, LARGEST_FACTOR)
     """Factor applied to the learning rate at each of --lr-steps. Default: the model's."""
     momentum: float | None = setting(None, 0, LARGEST_FACTOR)
-    """Momentum of SGD or LARS. Default: the model's, or 0.9."""
+    """Momentum of SGD, LARS or Muon. Default: the model's, or 0.9; of Muon, 0.95."""
     nesterov: bool = setting(False)
     """Use Nesterov momentum; with --hub this is EAMSGD."""
     weight_decay: float | None = setting(None, 0, LARGEST_FACTOR)
@@ -210,9 +211,10 @@ class RunConfig:
             "codec": codec,
             "outer": None if is_central else self.values["outer"],
             "topology": None if is_central else self.values["topology"],
+            "optimizer": self.task.optimizer,
             "seed": self.run.seed,
             "peers": peers,
-            "learning rate": self.task.base_lr,
+            "learning rate": self.task.lr,
         }
         return {name: value for name, value in found.items() if value is not None}
 

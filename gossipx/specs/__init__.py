@@ -71,9 +71,10 @@ def text(value: Any, name: str) -> str:
 
 
 def suggest(word: str, known: Mapping[str, Any], least: float = 0.6) -> str:
-    """Return `` (did you mean 'x'?)`` if a word is known whose similarity, from 0 to 1, is ``least`` or more, else an
-    empty string."""
+    """Return `` (did you mean 'x'?)`` if a word is known whose similarity, from 0 to 1, is ``least`` or more, or with
+    which this one ends after a ``_``, else an empty string."""
     near = difflib.get_close_matches(word[:100], list(known), n=1, cutoff=least)
+    near = near or [one for one in known if word.endswith(f"_{one}")]
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

@@ -25,7 +25,7 @@ class Preset:
     """The settings of the optimizer and of the policies for one model.
 
     Attributes:
-        base_lr: learning rate at the start, or after the warm-up.
+        lr: learning rate at the start, or after the warm-up.
         gamma: factor of the learning rate at each step; None: it follows a cosine.
         momentum: SGD's momentum, 0 to 1; None: AdamW has none.
         weight_decay: L2 penalty; of AdamW, the decay in one step divided by the learning rate.
@@ -34,9 +34,10 @@ class Preset:
         threshold: of the paper's rule, for the difference of delta.
         optimizer: SGD, or AdamW with torch's betas.
         schedule: of the learning rate, :func:`step_rate` or :func:`cosine_rate`.
+        muon_lr: ``lr`` for Muon with AdamW; None: not measured.
     """
 
-    base_lr: float
+    lr: float
     gamma: float | None
     momentum: float | None
     weight_decay: float
@@ -45,6 +46,7 @@ class Preset:
     threshold: float
     optimizer: Literal["sgd", "adamw"] = "sgd"
     schedule: Literal["steps", "cosine"] = "steps"
+    muon_lr: float | None = None
 
     @property
     def policies(self) -> Mapping[str, str]:
@@ -66,33 +68,33 @@ class Preset:
         }
 
 
-def step_rate(base_lr: float, gamma: float, lr_steps: Sequence[float], step: float, iterations: float) -> float:
-    """Return the rate of one iteration: base_lr · gamma^(number of steps passed), as Caffe's "step" and "multistep".
+def step_rate(lr: float, gamma: float, lr_steps: Sequence[float], step: float, iterations: float) -> float:
+    """Return the rate of one iteration: lr · gamma^(number of steps passed), as Caffe's "step" and "multistep".
 
     Args:
-        base_lr, gamma, lr_steps: as in a preset.
+        lr, gamma, lr_steps: as in a preset.
         step: number of iterations before this one, or milliseconds.
         iterations: length of the run in the same unit.
     """
     # The tolerance absorbs rounding of fractions such as 2/9, which would delay a step by an iteration.
     passed = sum(step >= fraction * iterations - 1e-6 for fraction in lr_steps)
-    return base_lr * gamma**passed
+    return lr * gamma**passed
 
 
-def cosine_rate(base_lr: float, step: float, iterations: float) -> float:
-    """Return the rate of one iteration: a linear warm-up, then half a cosine from ``base_lr`` to 0.
+def cosine_rate(lr: float, step: float, iterations: float) -> float:
+    """Return the rate of one iteration: a linear warm-up, then half a cosine from ``lr`` to 0.
 
     Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts" (2017), Eq. 5, with one period.
 
     Args:
-        base_lr: the highest rate.
+        lr: the highest rate.
         step: number of iterations before this one, or milliseconds: the warm-up is a whole number of them.
         iterations: length of the run in the same unit.
     """
     warm_up = round(WARM_UP * iterations)
     if step < warm_up:
-        return base_lr * min(step + 1, warm_up) / warm_up
-    return base_lr * (1 + math.cos(math.pi * (step - warm_up) / (iterations - warm_up))) / 2
+        return lr * min(step + 1, warm_up) / warm_up
+    return lr * (1 + math.cos(math.pi * (step - warm_up) / (iterations - warm_up))) / 2
 
 
 def _every(fraction: float) -> tuple[float, ...]:
@@ -109,8 +111,9 @@ def _resnet() -> Preset:
 PRESETS: dict[str, Preset] = {
     # The base rate, momentum and weight decay are those of Caffe's examples/mnist. A single late step suffices for a
     # short run. The batch is half of Caffe's 64, so that a run of a few thousand iterations takes seconds. 0.025 is the
-    # smallest threshold that needs 90 % fewer retrievals than tau:10 (bin/bench policies).
-    "lenet": Preset(0.01, 0.1, 0.9, 5e-4, (0.7,), 32, 0.025),
+    # smallest threshold that needs 90 % fewer retrievals than tau:10 (bin/bench policies). Of 0.001, 0.002, ... 0.016,
+    # 0.004 is Muon's best rate for one process, in 1,000 iterations.
+    "lenet": Preset(0.01, 0.1, 0.9, 5e-4, (0.7,), 32, 0.025, muon_lr=0.004),
     # Table I; Caffe's examples/cifar10 (cifar10_full): steps at 60,000 and 65,000 of 70,000, batches of 100.
     "convnet": Preset(0.001, 0.1, 0.9, 0.004, (60 / 70, 65 / 70), 100, 0.01),
     "resnet20": _resnet(),
@@ -121,7 +124,8 @@ PRESETS: dict[str, Preset] = {
     # Table I; Caffe's models/bvlc_googlenet: steps every 320,000 of 10,000,000 iterations, batches of 32.
     "googlenet": Preset(0.01, 0.96, 0.9, 2e-4, _every(0.032), 32, 0.02),
     # Of 0.002, 0.004 and 0.008 the last is best for one process and for DDP with four, in 800 iterations. The threshold
-    # is a fifth of the longest step.
-    "transformer": Preset(0.008, None, None, 0.1, None, 16, 0.2, optimizer="adamw", schedule="cosine"),
+    # is a fifth of the longest step. Muon's 0.008 is for one process and for exchanges in each iteration; for one every
+    # 10 to 32, 0.016 suits better.
+    "transformer": Preset(0.008, None, None, 0.1, None, 16, 0.2, "adamw", "cosine", muon_lr=0.008),
 }
 """Presets by model name, with the keys of ``gossipx.tasks.models.MODELS``."""

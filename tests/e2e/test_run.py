@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+import torch
 from click.testing import CliRunner
 from forks.client import readable
 from ports import address
@@ -93,7 +94,7 @@ def test_the_effective_configuration_is_written_and_reads_back(four_that_ended: 
     config = four_that_ended.directory / "config.toml"
     settings = files.resolve(files.load(config))
     assert (settings.run.iterations, settings.run.eval_interval, settings.decides) == (40, 20, "tau:5")
-    assert settings.task.batch_size == 32 and settings.task.base_lr == 0.01  # lenet's preset
+    assert settings.task.batch_size == 32 and settings.task.lr == 0.01  # lenet's preset
     assert files.dump(settings) == config.read_text()
 
 
@@ -239,9 +240,12 @@ def test_tau_sends_what_the_dry_run_predicts(three: Folder, codec: str) -> None:
 # --- The built-in tasks and models besides LeNet on Fashion-MNIST, by ``gossipx run`` in real processes
 
 
-def test_the_figure_of_text_is_its_loss(two: Folder) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_figure_of_text_is_its_loss(two: Folder, optimizer: str) -> None:
+    if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
     options = ("--task", "text", "--partition", "contiguous", "--policy", "tau:5", "--blocking")
-    run = two.run(*options, "--iterations", "20", "--eval-interval", "10")
+    run = two.run(*options, "--optimizer", optimizer, "--iterations", "20", "--eval-interval", "10")
     summary = run.summary
     assert (summary["task"], summary["model"], summary["partition"]) == ("text", "transformer", "contiguous")
     assert summary["retrievals"] == [4, 4] and agree(run, 2)

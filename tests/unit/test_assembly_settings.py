@@ -200,7 +200,8 @@ WITHOUT_EFFECT = [
     ({"max_pushes": 1}, "--max-pushes needs --mode push, not pull"),
     ({"blocking": True, "serve_share": 0.03}, "--serve-share limits how much answers to pulls slow down training"),
     ({"task": "text", "momentum": 0.9}, "--momentum 0.9 is for SGD, and AdamW trains --model transformer: leave it"),
-    ({"optimizer": "lars", "base_lr": 5.0, "nesterov": True}, "--nesterov is for SGD, and LARS trains --model lenet"),
+    ({"optimizer": "lars", "lr": 5.0, "nesterov": True}, "--nesterov is for SGD, and LARS trains --model lenet"),
+    ({"optimizer": "muon", "nesterov": True}, "--nesterov is for SGD, and Muon trains --model lenet: leave it out"),
     ({"task": "text", "gamma": 0.1}, "--gamma 0.1 is for a learning rate with steps, and that of --model transformer"),
     ({"model": "transformer", "lr_steps": (0.5, 0.7)}, "--lr-steps 0.5,0.7 is for a learning rate with steps, and"),
     ({"task": "text", "model": "lenet"}, "--model lenet cannot train --task text: transformer is for text, and all"),
@@ -236,36 +237,50 @@ def test_a_given_setting_without_effect_is_refused_as_a_default_too(given: dict[
 
 
 @pytest.mark.parametrize(
-    ("given", "optimizer", "momentum"),
+    ("given", "optimizer", "lr", "momentum"),
     [
-        ({}, "sgd", 0.9),
-        ({"optimizer": "lars", "base_lr": 5.0}, "lars", 0.9),
-        ({"optimizer": "adamw", "base_lr": 0.001}, "adamw", None),
-        ({"task": "text"}, "adamw", None),
-        ({"task": "text", "optimizer": "lars", "base_lr": 5.0}, "lars", 0.9),
+        ({}, "sgd", 0.01, 0.9),
+        ({"optimizer": "lars", "lr": 5.0}, "lars", 5.0, 0.9),
+        ({"optimizer": "adamw", "lr": 0.001}, "adamw", 0.001, None),
+        ({"task": "text"}, "adamw", 0.008, None),
+        ({"task": "text", "optimizer": "lars", "lr": 5.0}, "lars", 5.0, 0.9),
+        ({"model": "alexnet", "optimizer": "muon", "lr": 0.002}, "muon", 0.002, 0.95),
     ],
     ids=str,
 )
 def test_the_optimizer_is_the_models_or_another_with_a_rate_of_its_own(
-    given: dict[str, Any], optimizer: str, momentum: float | None
+    given: dict[str, Any], optimizer: str, lr: float, momentum: float | None
 ) -> None:
     """A learning rate of SGD suits neither AdamW nor LARS."""
     made = effective(**given).task
-    assert (made.optimizer, made.momentum) == (optimizer, momentum)
-    model = build_model("convnet" if made.model == "lenet" else made.model, classes=10, channels=3, pixels=32)
-    assert type(optimizer_of(model, made)).__name__.lower() == optimizer
+    assert (made.optimizer, made.lr, made.momentum) == (optimizer, lr, momentum)
+    if optimizer != "muon":
+        model = build_model("convnet" if made.model == "lenet" else made.model, classes=10, channels=3, pixels=32)
+        assert type(optimizer_of(model, made)).__name__.lower() == optimizer
     if "optimizer" in given:
-        del given["base_lr"]
-        told = f"--optimizer {optimizer} needs --base-lr: the learning rate of --model {made.model} is for "
+        given = {name: value for name, value in given.items() if name != "lr"}
+        told = f"--optimizer {optimizer} needs --lr: the learning rate of --model {made.model} is for "
         assert refused(**given).startswith(told)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize(("given", "rate"), [({}, 0.004), ({"task": "text"}, 0.008)], ids=str)
+def test_muon_has_a_rate_of_its_own_where_it_was_measured(given: dict[str, Any], rate: float) -> None:
+    """Its momentum and weight decay are settings, too."""
+    task = effective(**given, optimizer="muon", momentum=0.8).task
+    model = build_model(task.model, classes=10, channels=0 if given else 1, pixels=28)
+    matrices, rest = optimizer_of(model, task).param_groups
+    assert (task.lr, matrices["lr"], rest["lr"], matrices["momentum"]) == (rate, rate, rate, 0.8)
+    assert matrices["weight_decay"] == rest["weight_decay"] == task.weight_decay
+    assert effective(**given, optimizer="muon").task.momentum == 0.95
 
 
 @pytest.mark.parametrize("given", [{"task": "text"}, {"model": "transformer"}])
 def test_text_selects_the_transformer_and_the_transformer_text(given: dict[str, Any], tmp_path: Path) -> None:
-    made = effective(**given, base_lr=0.01, weight_decay=0.0, policy="travel")
+    made = effective(**given, lr=0.01, weight_decay=0.0, policy="travel")
     task = made.task
     assert (task.task, task.model, task.batch_size) == ("text", "transformer", 16)
-    assert (task.base_lr, task.weight_decay) == (0.01, 0.0)
+    assert (task.lr, task.weight_decay) == (0.01, 0.0)
     assert (task.momentum, task.gamma, task.lr_steps) == (None, None, None)
     assert made.decides == "travel:distance=20"
     assert effective_config(read_again(made, tmp_path), SIZE, has_script=False) == files.absolute(made), (

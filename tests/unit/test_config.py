@@ -192,6 +192,7 @@ def test_a_preset_overrides_the_file_of_a_run(tmp_path: Path) -> None:
         ("run = 3\n", "1", ["'run'", "table"]),
         ("[run]\nseed = 1\n[run.deeper]\nx = 1\n", "3", ["unknown setting 'deeper' in [run]"]),
         ("[run]\nname = 'a'\n# policy\npolicy = 'never'\n", "4", ["unknown setting 'policy' in [run]", "[sync]"]),
+        ("[task]\nbase_lr = 0.1\n", "2", ["unknown setting 'base_lr' in [task]", "did you mean 'lr'?"]),
         # Wrong types.
         ("[run]\nseed = 'one'\n", "2", ["seed is not an integer: 'one'"]),
         ("[run]\nname = 5\n", "2", ["name is not text: 5"]),
@@ -206,7 +207,7 @@ def test_a_preset_overrides_the_file_of_a_run(tmp_path: Path) -> None:
         ("[run]\n\n  iterations = 0\n", "3", ["iterations is 0: at least 1"]),
         ("[exchange]\npeer_timeout = 0.05\n", "2", ["peer_timeout is 0.05: at least 0.1"]),
         ("[exchange]\npeer_timeout = nan\n", "2", ["peer_timeout is nan: at least 0.1"]),
-        ("[task]\nbase_lr = inf\n", "2", ["base_lr is inf: a finite number"]),
+        ("[task]\nlr = inf\n", "2", ["lr is inf: a finite number"]),
         ("[task]\nlr_steps = [0.5, 7]\n", "2", ["lr_steps is 7.0: at most 1"]),
         (f"# mine\n[run]\niterations = 1{'0' * 5000}\n", "3", ["a number has too many digits"]),
         (f"x = '{'0' * 5000}'\ny = [1,\n{'1_0' * 5000}]\n", "3", ["a number has too many digits"]),

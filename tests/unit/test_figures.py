@@ -249,7 +249,7 @@ def test_a_directory_that_cannot_be_written_is_told_once(tmp_path: Path, caplog:
     ("given", "expected"),
     [
         (
-            {"policy": "tau:10", "base_lr": 0.01, "codec": "fp16", "topology": "ring"},
+            {"policy": "tau:10", "lr": 0.01, "codec": "fp16", "topology": "ring"},
             {"policy": "tau:10", "exchange": "pull", "codec": "fp16", "topology": "ring", "learning rate": 0.01},
         ),
         ({"exchange": "waves"}, {"exchange": "waves"}),
@@ -261,7 +261,7 @@ def test_a_directory_that_cannot_be_written_is_told_once(tmp_path: Path, caplog:
 def test_a_run_is_one_trial(given: dict[str, object], expected: dict[str, object]) -> None:
     found = files.resolve(given).hyperparameters(4)
     assert found.items() >= {**expected, "seed": 0, "peers": 4}.items()
-    names = {"policy", "exchange", "codec", "outer", "topology", "seed", "peers", "learning rate"}
+    names = {"policy", "exchange", "codec", "outer", "topology", "seed", "peers", "optimizer", "learning rate"}
     assert found.keys() <= names and ("topology" in found) == (found["exchange"] not in ("hub", "server"))
 
 

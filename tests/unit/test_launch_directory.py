@@ -283,7 +283,7 @@ def test_whichever_budget_ends_first_counts() -> None:
     steps = PRESETS["lenet"]  # a step at 70 %
     for share, rate in ((0.69, 0.01), (0.71, 0.001)):
         done = used(5, share * 60, iterations=10**6, seconds=60.0)
-        assert step_rate(steps.base_lr, steps.gamma, steps.lr_steps, *done) == pytest.approx(rate)
+        assert step_rate(steps.lr, steps.gamma, steps.lr_steps, *done) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("seconds", [10.0, 25.0, 60.0, 3600.0])

@@ -327,7 +327,7 @@ def test_every_model_has_a_preset_and_every_task_a_model() -> None:
 
 def test_table_1_of_the_paper() -> None:
     def row(preset: Preset) -> tuple[float, ...]:
-        return preset.base_lr, preset.gamma, preset.momentum, preset.weight_decay
+        return preset.lr, preset.gamma, preset.momentum, preset.weight_decay
 
     assert row(PRESETS["alexnet"]) == (0.01, 0.1, 0.9, 0.0005)
     assert row(PRESETS["googlenet"]) == (0.01, 0.96, 0.9, 0.0002)
@@ -347,7 +347,7 @@ def test_a_preset_names_a_valid_spec_for_every_built_in_policy(name: str) -> Non
 
 
 def rate_at(preset: Preset, step: float, iterations: float) -> float:
-    return step_rate(preset.base_lr, preset.gamma, preset.lr_steps, step, iterations)
+    return step_rate(preset.lr, preset.gamma, preset.lr_steps, step, iterations)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.nn import functional
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, start_reporting
 from gossipx.launch.loops.join import join
 from gossipx.launch.run.display import LOADING_DATA
-from gossipx.optimizers import LARS
+from gossipx.optimizers import LARS, muon
 from gossipx.runtime.training.peer import Peer
 from gossipx.settings import files
 from gossipx.settings.sections import RunConfig, RunSettings, TaskSettings
@@ -68,11 +68,13 @@ def train(run: RunConfig, rank: int) -> None:
 
 def optimizer_of(model: nn.Module, task: TaskSettings) -> torch.optim.Optimizer:
     """Return the optimizer that the run's settings describe, after their values were filled in."""
-    assert task.base_lr is not None and task.weight_decay is not None
-    weights, rate, decay = model.parameters(), task.base_lr, task.weight_decay
+    assert task.lr is not None and task.weight_decay is not None
+    weights, rate, decay = model.parameters(), task.lr, task.weight_decay
     if task.optimizer == "adamw":
         return torch.optim.AdamW(weights, lr=rate, weight_decay=decay)
     assert task.momentum is not None
+    if task.optimizer == "muon":
+        return muon(model, rate, momentum=task.momentum, weight_decay=decay)
     if task.optimizer == "lars":
         return LARS(weights, lr=rate, momentum=task.momentum, weight_decay=decay)
     return torch.optim.SGD(weights, lr=rate, momentum=task.momentum, weight_decay=decay, nesterov=task.nesterov)
@@ -80,11 +82,11 @@ def optimizer_of(model: nn.Module, task: TaskSettings) -> torch.optim.Optimizer:
 
 def rate_of(task: TaskSettings, step: float, iterations: float) -> float:
     """Return the learning rate of one iteration, by the schedule of the model's preset."""
-    assert task.base_lr is not None
+    assert task.lr is not None
     if PRESETS[task.model].schedule == "cosine":
-        return cosine_rate(task.base_lr, step, iterations)
+        return cosine_rate(task.lr, step, iterations)
     assert task.gamma is not None and task.lr_steps is not None
-    return step_rate(task.base_lr, task.gamma, task.lr_steps, step, iterations)
+    return step_rate(task.lr, task.gamma, task.lr_steps, step, iterations)
 
 
 def loop(

@@ -195,7 +195,7 @@ def served_of(plan: Plan) -> tuple[ServerPlan, Sizes] | None:
         lambda table: ("float32", FLOAT),
         mode.bucket,
     )
-    made = server_plan(config, mode, layouts, ranks, plan.size, config.task.base_lr, plan.parts)
+    made = server_plan(config, mode, layouts, ranks, plan.size, config.task.lr, plan.parts)
     encoded = 1.0 if of.encoded is None else of.encoded
     pushed, pulled = (1.0 if codec == "none" else encoded for codec in (mode.push_codec, mode.pull_codec))
     segments = []
