@@ -229,7 +229,8 @@ class ShardStore:
                     whole = parameters[partition.table]
                     if len(slab) != whole.numel():
                         raise UsageError(
-                            f"{type(like).__name__} needs whole tensors, which this placement cuts: use heuristic"
+                            f"{type(like).__name__} needs whole tensors, which this placement cuts: give --placement"
+                            " heuristic"
                         )
                     slab = slab.view(whole.shape)
                 if numbered[run[0]] >= 0 and slab.numel():

@@ -6,8 +6,9 @@ counterparts.
 
 from __future__ import annotations
 
+import functools
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from ports import free_ports
 from torch import nn
 
+from gossipx.optimizers import muon
 from runs import Folder, Process, all_end, folder
 
 HEAD = """
@@ -106,8 +108,12 @@ from gossipx.integrations import fsdp
 module = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 1))  # some rank 1 shards are empty
 fully_shard(module[0])
 fully_shard(module)
-optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-settings = {"blocking": True, "peer_timeout": 20, "name": HOW, "policy": "never" if HOW == "apart" else "tau:3"}
+if HOW == "muon":
+    optimizer = gossipx.optimizers.muon(module, 0.02)
+else:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+settings = {"blocking": True, "peer_timeout": 20, "name": HOW, "policy": "tau:3"}
+settings |= {"policy": "never"} if HOW in ("apart", "muon") else {}
 
 
 def whole():
@@ -195,11 +201,15 @@ def test_no_rank_outlives_its_group(two: Folder) -> None:
 # --- FSDP ---------------------------------------------------------------------------------------------
 
 
-def trained_alone(peer: int, began: list[float]) -> list[float]:
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def trained_alone(peer: int, began: list[float], made: Callable[[nn.Module], torch.optim.Optimizer]) -> list[float]:
     """Return the weights that one process without FSDP and gossip gets from the batches of both ranks of a peer."""
     module = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 1))
     nn.utils.vector_to_parameters(torch.tensor(began), module.parameters())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    optimizer = made(module)
     for number in range(12):
         draws = [torch.Generator().manual_seed(1000 * peer + 10 * number + rank) for rank in range(2)]
         batch = torch.cat([torch.randn(8, 4, generator=draw) for draw in draws])
@@ -210,15 +220,22 @@ def trained_alone(peer: int, began: list[float]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_groups_that_average_at_the_end_equal_a_reference(two: Folder) -> None:
-    """The finish gives the mean of what each group would have trained without gossipx."""
-    here = told(two, FSDP, "apart")
-    alone = [trained_alone(peer, here[0, 0]["began"]) for peer in range(2)]
+@pytest.mark.parametrize(("how", "error"), [("apart", 1e-5), ("muon", 5e-3)])
+def test_groups_that_average_at_the_end_equal_a_reference(two: Folder, how: str, error: float) -> None:
+    """The finish gives the mean of what each group would have trained without gossipx.
+
+    Muon's step is that of the whole matrix, of which a rank has three rows and the other two; it is computed in
+    bfloat16.
+    """
+    if how == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    here, made = told(two, FSDP, how), functools.partial(muon, lr=0.02) if how == "muon" else sgd
+    alone = [trained_alone(peer, here[0, 0]["began"], made) for peer in range(2)]
     for (peer, _), one in here.items():
         assert one["began"] == here[0, 0]["began"]
-        assert one["own"] == pytest.approx(alone[peer], abs=1e-5)
+        assert one["own"] == pytest.approx(alone[peer], abs=error)
         mean = [(a + b) / 2 for a, b in zip(*alone, strict=True)]
-        assert one["ended"] == pytest.approx(mean, abs=1e-5)
+        assert one["ended"] == pytest.approx(mean, abs=error)
     assert alone[0] != pytest.approx(alone[1], abs=1e-2)
 
 
@@ -232,7 +249,7 @@ def test_each_process_pulls_the_shards_of_its_counterpart(two: Folder) -> None:
         assert one["mixes"][-1] > one["mixes"][0]
         assert one["ended"] == pytest.approx(here[0, 0]["ended"], abs=1e-6)
         assert one["own"] == here[peer, 0]["own"], "the ranks of a group have one model"
-        assert one["own"] != pytest.approx(trained_alone(peer, one["began"]), abs=1e-3)
+        assert one["own"] != pytest.approx(trained_alone(peer, one["began"], sgd), abs=1e-3)
 
 
 REFUSED = """

@@ -38,6 +38,12 @@ def network():
     return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
 
 
+def muon(module):
+    # With torch's older than 2.9 AdamW alone.
+    has_muon = hasattr(torch.optim, "Muon")
+    return gossipx.optimizers.muon(module, 0.01) if has_muon else torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
 def evaluate(module):
     looked.append(type(module).__name__)
     return 0.5
@@ -91,7 +97,7 @@ class Module(lightning.LightningModule):
         self.log("accuracy", 0.25, sync_dist=True)
 
     def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return muon(self)
 
 
 class Began(Callback):
@@ -155,8 +161,10 @@ def train(epochs, kept=None):
         use_cpu=True, report_to="none", logging_steps=2, save_strategy="epoch", eval_strategy="epoch",
         disable_tqdm=True, learning_rate=0.01, ddp_backend="gloo" if RANKS > 1 else None,
     )
+    module = Module(PretrainedConfig())
     trainer = Trainer(
-        Module(PretrainedConfig()), arguments, train_dataset=part, eval_dataset=data, callbacks=[gossip, Began()]
+        module, arguments, train_dataset=part, eval_dataset=data, callbacks=[gossip, Began()],
+        optimizers=(muon(module), None),
     )
     trainer.train(resume_from_checkpoint=kept)
     return trainer.model
@@ -185,7 +193,7 @@ from gossipx.integrations.accelerate import join, shard
 accelerator = Accelerator(gradient_accumulation_steps=2, **options)
 data = Data()
 model = Module = network()
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = muon(model)
 part = shard(data, peers="hosts.txt", rank=PEER)
 loader = torch.utils.data.DataLoader(part, batch_size=4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

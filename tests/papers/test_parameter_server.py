@@ -26,10 +26,11 @@ OPTIMIZERS: dict[str, served.Optimizer] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
     "lars": lambda parameters: LARS(parameters, lr=5.0, weight_decay=0.01),
+    **({"muon": served.muon} if hasattr(torch.optim, "Muon") else {}),
 }
 
 
-@pytest.mark.parametrize("name", some(OPTIMIZERS, "momentum", "adamw", "lars"))
+@pytest.mark.parametrize("name", some(OPTIMIZERS, "momentum", "adamw", "lars", "muon"))
 def test_bsp_is_one_process_on_the_joined_batch(name: str) -> None:
     """N workers on N batches, one optimizer step per tick with the mean: modular paper, Algorithm 1, with a mean."""
     made = served.ended(served.world(4, servers="0,2", optimizer=OPTIMIZERS[name], slow={1: 1.7}))

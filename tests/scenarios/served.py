@@ -15,6 +15,7 @@ from transcripts import LoggedWorld
 from gossipx import policies, topology
 from gossipx.assembly.server import Parts, serve
 from gossipx.model.arena import ParameterArena
+from gossipx.optimizers import MuonAdamW
 from gossipx.peer import PeerRole
 from gossipx.protocol.messages import Stage
 from gossipx.server.mode import ServerMode
@@ -66,6 +67,12 @@ Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    """The first tensor of the net is a matrix, and the only one."""
+    matrix, *rest = sorted(parameters, key=lambda one: -one.ndim)
+    return MuonAdamW([{"params": [matrix], "kind": "muon", "momentum": 0.8}, {"params": rest, "lr": 0.01}], lr=0.05)
 
 
 def plain(parameters: Any) -> torch.optim.Optimizer:

@@ -269,7 +269,7 @@ class Norm(torch.optim.Optimizer):
 
 def test_an_optimizer_that_needs_whole_tensors() -> None:
     """It is refused if the placement cuts a tensor; otherwise it receives each tensor alone, in its shape."""
-    with pytest.raises(UsageError, match="Norm needs whole tensors, which this placement cuts: use heuristic"):
+    with pytest.raises(UsageError, match="Norm needs whole tensors, which this placement cuts: give --placement heur"):
         side([torch.ones(3, 4), torch.ones(4)], "uniform", 2, Norm)
     here = side([torch.zeros(3, 4), torch.zeros(4)], "heuristic", 1, Norm, least=10**6)
     here.train([torch.full((3, 4), 2.0), torch.full((4,), 5.0)])
