@@ -94,7 +94,7 @@ def _hosts_table(found: Findings) -> Table:
     return table
 
 
-_OF_TASK = ("task", "data_dir", "model", "batch_size", "lr")
+_OF_TASK = ("task", "data_dir", "model", "batch_size", "optimizer", "lr")
 _OF_MACHINE = ("threads", "device", "bind", "advertise", *ACCESS, "max_rate")
 
 

@@ -124,8 +124,8 @@ PRESETS: dict[str, Preset] = {
     # Table I; Caffe's models/bvlc_googlenet: steps every 320,000 of 10,000,000 iterations, batches of 32.
     "googlenet": Preset(0.01, 0.96, 0.9, 2e-4, _every(0.032), 32, 0.02),
     # Of 0.002, 0.004 and 0.008 the last is best for one process and for DDP with four, in 800 iterations. The threshold
-    # is a fifth of the longest step. Muon's 0.008 is for one process and for exchanges in each iteration; for one every
-    # 10 to 32, 0.016 suits better.
+    # is a fifth of the longest step. Muon's 0.008 is for exchanges in each iteration; for one every 10 to 32, and
+    # by 0.01 for one process, 0.016 is better.
     "transformer": Preset(0.008, None, None, 0.1, None, 16, 0.2, "adamw", "cosine", muon_lr=0.008),
 }
 """Presets by model name, with the keys of ``gossipx.tasks.models.MODELS``."""
