@@ -6,6 +6,7 @@ A loop uses them like torch's, and a parameter server runs them on its tables, b
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -90,9 +91,10 @@ def muon(
     by 0.2 √max(A, B), so that its elements are as large as AdamW's and both take one rate.
 
     *Hidden matrices* are the 2-D parameters named ``weight`` of ``nn.Linear`` and of other layers that are no embedding
-    or normalisation, and the projections of ``nn.MultiheadAttention``. The last of them in the order of the modules
-    counts as the output layer, which is AdamW's, as is one that is tied to an embedding. So are the kernels of
-    convolutions, the weights of recurrent layers, and what a module of your own holds under another name.
+    or normalisation, the projections of ``nn.MultiheadAttention``, and the kernels of convolutions without groups, with
+    a row per output channel. The last of them in the order of the modules counts as the output layer, which is
+    AdamW's, as is one that is tied to an embedding. So are the weights of recurrent layers, and what a module of your
+    own holds under another name.
 
     Args:
         model: the model; of one in ``fully_shard``, after sharding it.
@@ -130,7 +132,7 @@ def _hidden_matrices(model: nn.Module, adamw: str | Iterable[str] | None) -> dic
         for name, parameter in layer.named_parameters(recurse=False):
             if is_embedding:
                 embedded.add(id(parameter))
-            elif parameter.ndim == 2 and not isinstance(layer, NORMS) and _is_of_matrix(layer, name):
+            elif _is_matrix(layer, name, parameter):
                 found[plain_name(f"{place}.{name}".lstrip("."))] = parameter
     names = [*found][-1:] if adamw is None else [adamw] if isinstance(adamw, str) else list(adamw)
     for name in names:
@@ -140,8 +142,11 @@ def _hidden_matrices(model: nn.Module, adamw: str | Iterable[str] | None) -> dic
     return {id(parameter): parameter for parameter in found.values() if id(parameter) not in others}
 
 
-def _is_of_matrix(layer: nn.Module, name: str) -> bool:
-    return name == "weight" or (isinstance(layer, nn.MultiheadAttention) and name.endswith("proj_weight"))
+def _is_matrix(layer: nn.Module, name: str, parameter: Tensor) -> bool:
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return name == "weight" and layer.groups == 1
+    is_named = name == "weight" or (isinstance(layer, nn.MultiheadAttention) and name.endswith("proj_weight"))
+    return is_named and parameter.ndim == 2 and not isinstance(layer, NORMS)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -151,7 +156,7 @@ class MuonAdamW(torch.optim.Optimizer):
     torch's optimizer of that name. The state is that of torch's optimizers.
 
     Args:
-        params: groups of tensors; those of the kind ``muon`` are matrices.
+        params: groups of tensors; those of the kind ``muon`` are matrices, or kernels with a row per output channel.
         lr, weight_decay: of groups without their own, at least 0.
 
     Raises:
@@ -176,8 +181,23 @@ class MuonAdamW(torch.optim.Optimizer):
             "adamw": torch.optim.AdamW([{"params": []}]),
         }
         for kind, one in made.items():
-            own = (group for group in self.param_groups if group["kind"] == kind)
-            one.param_groups, one.state = [{**one.defaults, **group} for group in own], self.state
+            own = [{**one.defaults, **group} for group in self.param_groups if group["kind"] == kind]
+            kernels = [self._flatten(group) for group in own] if kind == "muon" else []
+            one.param_groups, one.state = own, self.state
             # Hooks on the steps of all optimizers, as a profiler has them, shall see one step.
             inspect.unwrap(type(one).step)(one)
+            for kernel, matrix in itertools.chain(*kernels):
+                kernel.copy_(matrix.view_as(kernel))
+                self.state[kernel] = {key: value.view_as(kernel) for key, value in self.state.pop(matrix).items()}
         return loss
+
+    def _flatten(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """Replace the kernels of a group that have gradients by matrices, as Muon takes no others; return both."""
+        kernels = [one for one in group["params"] if one.ndim > 2 and one.grad is not None]
+        matrices = {one: one.detach().flatten(1) for one in kernels}
+        for kernel, matrix in matrices.items():
+            matrix.grad = kernel.grad.flatten(1)
+            if kernel in self.state:
+                self.state[matrix] = {key: value.flatten(1) for key, value in self.state[kernel].items()}
+        group["params"] = [matrices.get(one, one) for one in group["params"]]
+        return list(matrices.items())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from resuming import resumed
-from served_loops import Join, net, sgd
+from served_loops import Join, loop, net, plain, same, sgd
+from torch import nn
 
 from gossipx.errors import UsageError
+from gossipx.optimizers import muon
 from runs import TEN_LINES, Folder, agree
 
 SCRIPT = """
@@ -43,6 +45,21 @@ def test_muon_beside_adamw_exchanges_and_resumes(two: Folder) -> None:
     assert agree(again, 2) and again.summary["iterations"] == 30
     for rank in range(2):
         assert two.told(rank) == {"began": [20, [20, 20], 2], "ended": 30, "steps": [30, 30]}
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_and_adamw_as_one_make_the_same_steps_on_a_server(join: Join) -> None:
+    """Of a kernel and a matrix too, each in its shape."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        kernel = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 8, 2), nn.Flatten())
+        return nn.Sequential(kernel, nn.Linear(24, 5), nn.Tanh(), nn.Linear(5, 2))
+
+    model, alone = made(), made()
+    with join(model, optimizer := muon(model, 0.05)):
+        loop(model, optimizer, plain)
+    same(model, loop(alone, muon(alone, 0.05), plain), rtol=1e-4, atol=1e-4)
 
 
 # --- Scripts whose training leaves the joined optimizer, in real runs ----------------------------------

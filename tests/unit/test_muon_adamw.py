@@ -55,10 +55,11 @@ def hidden(model: nn.Module, **settings: Any) -> list[str]:
 def test_hidden_matrices_are_found_by_layer_and_place() -> None:
     layers = ("queries_keys_values", "attention_out", "dense", "dense_out")
     assert hidden(built("transformer")) == [f"blocks.{block}.{layer}" for block in range(3) for layer in layers]
-    assert hidden(built("lenet")) == ["head.0"]
-    for name in ("convnet", "resnet20", "googlenet"):
-        with pytest.raises(UsageError, match=r" has no hidden matrix, and Muon trains only these: use torch"):
-            muon(built(name), 0.01)
+    assert hidden(built("lenet")) == ["maps.0", "maps.3", "head.0"]
+    assert hidden(built("convnet")) == ["maps.0", "maps.4", "maps.8"]
+    assert len(hidden(built("resnet20"))) == 19, "all layers but the last"
+    with pytest.raises(UsageError, match=r"^Sequential has no hidden matrix, and Muon trains only these: use torch"):
+        muon(nn.Sequential(nn.Conv1d(4, 4, 3, groups=2), nn.Linear(4, 2)), 0.01)
     assert hidden(Tied(), adamw=()) == ["attention.in_proj_weight", "attention.out_proj", "body"]
     assert hidden(Tied()) == ["attention.in_proj_weight", "attention.out_proj"], "the last one counts as the output"
     assert hidden(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), Tied().head), adamw=()) == ["1", "2"]
@@ -91,7 +92,8 @@ class Loop:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Linear(3, 2))
+        kernel = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 2, 3), nn.Flatten())
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), kernel, nn.Linear(12, 3), nn.Linear(3, 2))
         self.optimizer: torch.optim.Optimizer = muon(self.model, 0.02)
         self.schedule()
 
@@ -126,6 +128,9 @@ def test_one_schedule_is_of_both_and_the_state_is_that_of_torch(loop: Loop) -> N
     assert [group["lr"] for group in loop.optimizer.param_groups] == [0.01, 0.01]
     matrix, bias = loop.model[0].weight, loop.model[0].bias
     assert set(loop.optimizer.state[matrix]) == {"momentum_buffer"}
+    assert len(loop.optimizer.state) == len([*loop.model.parameters()])
+    for one, state in loop.optimizer.state.items():
+        assert all(value.shape == one.shape for key, value in state.items() if key != "step")
     assert (
         set(loop.optimizer.state[bias]) == {"step", "exp_avg", "exp_avg_sq"} and loop.optimizer.state[bias]["step"] == 3
     )
