@@ -94,8 +94,8 @@ class TaskSettings:
     optimizer: Literal["sgd", "adamw", "muon", "lars"] | None = setting(None)
     """Optimizer: sgd, adamw, muon (with adamw for all but hidden matrices) or lars. Default: the model's."""
     lr: float | None = setting(None, 0, LARGEST_FACTOR)
-    """Initial learning rate; needed with another optimizer than the model's, but not with muon on lenet or transformer.
-    Default: the model's."""
+    """Initial learning rate; needed with another optimizer than the model's, but not with muon on lenet, convnet or
+    transformer. Default: the model's."""
     gamma: float | None = setting(None, 0, LARGEST_FACTOR)
     """Factor applied to the learning rate at each of --lr-steps. Default: the model's."""
     momentum: float | None = setting(None, 0, LARGEST_FACTOR)

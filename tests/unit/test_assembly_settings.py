@@ -264,11 +264,13 @@ def test_the_optimizer_is_the_models_or_another_with_a_rate_of_its_own(
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize(("given", "rate"), [({}, 0.003), ({"task": "text"}, 0.008)], ids=str)
+@pytest.mark.parametrize(
+    ("given", "rate"), [({}, 0.003), ({"model": "convnet"}, 0.004), ({"task": "text"}, 0.008)], ids=str
+)
 def test_muon_has_a_rate_of_its_own_where_it_was_measured(given: dict[str, Any], rate: float) -> None:
     """Its momentum and weight decay are settings, too."""
     task = effective(**given, optimizer="muon", momentum=0.8).task
-    model = build_model(task.model, classes=10, channels=0 if given else 1, pixels=28)
+    model = build_model(task.model, classes=10, channels=0 if "task" in given else 1, pixels=28)
     matrices, rest = optimizer_of(model, task).param_groups
     assert (task.lr, matrices["lr"], rest["lr"], matrices["momentum"]) == (rate, rate, rate, 0.8)
     assert matrices["weight_decay"] == rest["weight_decay"] == task.weight_decay
