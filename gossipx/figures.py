@@ -267,6 +267,11 @@ FIGURES = (
         "received frames that did not match their checksums",
         prometheus="corrupted_frames",
     ),
+    _counted(
+        "references",
+        "references fetched",
+        "references of waves that were fetched whole, as the peer had none or had missed a wave",
+    ),
     _counted("strangers", "strangers", "connections turned away that did not prove to belong to the run"),
     _counted("expiry_warnings", "expiry warnings", "warnings that a certificate expires, from 14 days before on"),
     _counted("suspicions", "suspicions", "how often another peer stopped answering; most of them answer again later"),

@@ -13,7 +13,7 @@ from joined_frames import joined
 
 from gossipx.memory import Source
 from gossipx.protocol import fields
-from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, AnyWave, PastWave, Stage
+from gossipx.protocol.messages import MAX_WAVE, PastWave, Stage, TrainingWave
 from gossipx.wire import (
     MAX_NOTE,
     AdmitReply,
@@ -60,6 +60,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     fields.Digest: st.just("") | st.binary(min_size=16, max_size=16).map(bytes.hex),
     fields.Texts: st.dictionaries(lines, lines, max_size=16),
     fields.Report: st.dictionaries(lines, figures | st.lists(figures, max_size=5), max_size=8),
+    fields.Reference: st.tuples(counts, counts),
     fields.Sections: st.lists(counts, max_size=8).map(tuple),
     fields.Groups: groups,
     fields.Parts: st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple),
@@ -67,7 +68,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
         st.builds(fields.JoinedPeer, ranks, hosts, hosts, st.integers(1, 65_535), ranks), max_size=5
     ).map(tuple),
     Stage: st.sampled_from(Stage),
-    AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
+    TrainingWave: st.integers(1, MAX_WAVE),
     PastWave: st.integers(0, MAX_WAVE),
 }
 """Strategies for the values of each field type."""

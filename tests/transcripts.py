@@ -63,6 +63,8 @@ class Transcript:
                 return self._actions.pop(ticket, "")
             case events.Merged(ticket, _, sound) if action := self._actions.pop(ticket, ""):
                 return action if sound else f"refuses the model of {self._senders.get(ticket)}"
+            case events.ShardAveraged(_, counted):
+                return f"averages the codes of {counted}"
             case events.Poisoned(ticket) | events.Failed(ticket, events.Fault.POISONED):
                 return f"refuses the model of {self._senders.get(ticket)}"
             case events.Failed(ticket, fault):
@@ -229,12 +231,17 @@ _DESCRIBED: dict[type[messages.Request], str] = {
     messages.ElasticRequest: "uploads its model to {}",
     messages.CentreRequest: "asks {} for the centre",
     messages.FinalRequest: "asks {} for the final model",
+    messages.ReferenceRequest: "asks {} for its reference",
 }
 
 
 def _described(request: messages.Request, to: int) -> str:
     """Return the log line of a request for a model or an exchange; empty for other requests."""
-    if isinstance(request, messages.RoundRequest):
-        of_wave = "" if request.wave == messages.LAST_WAVE else f" of wave {request.wave}"
-        return f"meets {to} in round {request.round}{of_wave}"
+    match request:
+        case messages.RoundRequest(number):
+            return f"meets {to} in round {number}"
+        case messages.ShardRequest(wave):
+            return f"sends {to} its code of wave {wave}"
+        case messages.ShareRequest(wave, _, _, owner):
+            return f"asks {to} for the mean of {owner} in wave {wave}"
     return _DESCRIBED.get(type(request), "").format(to)

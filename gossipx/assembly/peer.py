@@ -142,7 +142,7 @@ class _Builder:
         role.members.count_as_lost(() if place.admission is None else place.admission.lost)
         driver = Driver(role, arena, config.values["max_served"])
         driver.tables.store = None if served is None else served.table_store
-        driver.models.codec = model_codec(config, arena, self.module, place.rank, len(place.names))
+        add_codecs(driver, config, self.module)
         if config.sync.init == "first" and not place.resumes:
             driver.begin_codec()
         return driver
@@ -161,7 +161,7 @@ class _Builder:
             settings=self._alike(),
             manifest=driver.arena.manifest,
             on_request=driver.received,
-            sink_for=driver.models.sink_for,
+            sink_for=driver.sink_for,
             peer_timeout=exchange.peer_timeout,
             max_rate=max_rate(self.config),
             transport=granted.transport,
@@ -268,32 +268,35 @@ def build_arena(config: RunConfig, rank: int, module: nn.Module) -> ParameterAre
     drawn = random.Random(f"delta {config.run.seed} {rank}").getrandbits(64) if sampled else None
     buffers, fragments = config.sync.buffers == "mix", config.values["fragments"]
     arena = ParameterArena(module, mix_buffers=buffers, sampled=drawn, fragments=fragments)
-    if (rule := outer.outer_from(config.values["outer"])) is not None:
+    if isinstance(rule := outer.outer_from(config.values["outer"]), outer.Momentum):
         arena.use_outer(rule)
     return arena
 
 
-def model_codec(config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int, peers: int) -> Coded | None:
-    """Return the encoder of a peer's models; None: models are sent as raw values.
-
-    Args:
-        peers: number of peers.
-    """
-    mode = config.mode
-    if not isinstance(mode, HasCodec) or (codec := codecs.parse(mode.codec)) == codecs.NoCodec():
-        return None
-    warm_up(codec)
+def add_codecs(driver: Driver, config: RunConfig, module: nn.Module) -> None:
+    """Add to a driver what encodes the models of its peer, and the references of waves."""
+    mode, arena, rank = config.mode, driver.arena, driver.role.rank
+    given = codecs.parse(mode.codec) if isinstance(mode, HasCodec) else codecs.NoCodec()
+    codec = None if given == codecs.NoCodec() else given
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
-    plain = norms(module)
-    public, in_pairs = mixing.mixing_from(config.values["mixing"]).uses_public_copies, isinstance(mode, Pairs)
-    numbers = [fragment.number for fragment in arena.fragments]
+    plain, fragments = norms(module), arena.fragments
+    if codec is not None:
+        warm_up(codec)
     if isinstance(mode, Waves):
-        return Coded([], waves=[WaveCodec(codec, arena, rank, peers, plain, seed + 1000 * one, one) for one in numbers])
-    models = [
-        ModelCodec(codec, arena, mode.references, plain, seed + 1000 * number, public and not in_pairs, number)
-        for number in numbers
-    ]
-    return Coded(models, in_pairs=public and in_pairs)
+        rule = outer.outer_from(mode.outer)
+        nesterov = rule if isinstance(rule, outer.Nesterov) else None
+        for one in fragments:
+            own = seed + 1000 * one.number
+            driver.waves.codecs[one.number] = WaveCodec(codec, arena, rank, nesterov, plain, own, one.number)
+    elif codec is not None and isinstance(mode, HasCodec):
+        public, in_pairs = mixing.mixing_from(config.values["mixing"]).uses_public_copies, isinstance(mode, Pairs)
+        models = [
+            ModelCodec(
+                codec, arena, mode.references, plain, seed + 1000 * one.number, public and not in_pairs, one.number
+            )
+            for one in fragments
+        ]
+        driver.models.codec = Coded(models, in_pairs=public and in_pairs)
 
 
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:

@@ -91,9 +91,9 @@ def _check_outer(mode: HasOuter, init: str) -> None:
     if (rule := outer.outer_from(mode.outer)) is None:
         return
     option = f"--outer {mode.outer}"
-    if rule.waves_only and not isinstance(mode, Waves):
+    if isinstance(rule, outer.Nesterov) and not isinstance(mode, Waves):
         raise UsageError(f"{option} needs the mean of all models: give --exchange waves, or --outer momentum:0.6")
-    if rule.needs_common_start and init == "own":
+    if isinstance(rule, outer.Nesterov) and init == "own":
         raise UsageError(f"{option} needs a common initial model: leave --init own out")
 
 
@@ -122,7 +122,8 @@ def _check_codec(config: RunConfig, mode: Pulls | Pushes | Pairs | Waves) -> Non
     if codec.gradients_only:
         raise UsageError(f"{option} is for gradients only, which workers push to servers: leave it out")
     if isinstance(mode, Waves):
-        _check_coded_waves(config, mode)
+        if config.is_given("references"):
+            raise UsageError("--references are models of other peers, and a wave needs none: leave it out")
         return
     if not mode.references and not codec.alone:
         from gossipx import codecs
@@ -130,16 +131,6 @@ def _check_codec(config: RunConfig, mode: Pulls | Pushes | Pairs | Waves) -> Non
         raise UsageError(
             f"{option} loses too much of a model to be used without references: give --references, or one of"
             f" {', '.join(codecs.alone())}"
-        )
-
-
-def _check_coded_waves(config: RunConfig, mode: Waves) -> None:
-    if config.is_given("references"):
-        raise UsageError("--references are models of other peers, and a wave needs none: leave it out")
-    if outer.outer_from(mode.outer) is not None:
-        raise UsageError(
-            f"--outer {mode.outer} is for waves of whole models, and with a --codec the error that the codec leaves"
-            " out, and adds to the next wave, takes the place of momentum: leave one out"
         )
 
 

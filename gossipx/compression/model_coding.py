@@ -63,7 +63,7 @@ class SectionCodec(abc.ABC):
     ):
         self.fragment = arena.fragment(fragment)
         rows = zip(self.fragment.sections, self.fragment.ranges, strict=True)
-        self.tensors = [_tensors(section, own, arena.slots, norms) for section, own in rows]
+        self.tensors = [tensors_in(section, own, arena.slots, norms, section.values.dtype) for section, own in rows]
         self.codec = codec.in_feedback()
         self._seed = seed
         self._lock = threading.Lock()
@@ -155,11 +155,14 @@ def vector_bytes(vector: Tensor) -> memoryview:
     return as_bytes(vector).data
 
 
-def _tensors(section: Section, own: slice, slots: Sequence[Slot], norms: Collection[str]) -> Tensors:
-    """Return the layout of the trained tensors in a section of a fragment; tied ones are listed once.
+def tensors_in(
+    section: Section, own: slice, slots: Sequence[Slot], norms: Collection[str], dtype: torch.dtype
+) -> Tensors:
+    """Return the layout of the trained tensors in a range of a section; tied ones are listed once.
 
     Args:
-        own: the range of the model's section that belongs to the fragment.
+        own: the range of the model's section.
+        dtype: of the values.
     """
     found: dict[int, tuple[tuple[int, ...], bool]] = {}  # by start: shape, and whether it is sent unencoded
     for slot in slots:
@@ -174,7 +177,7 @@ def _tensors(section: Section, own: slice, slots: Sequence[Slot], norms: Collect
             found.setdefault(begin - own.start, (shape, slot.name in norms))
     starts = tuple(sorted(found))
     shapes = tuple(found[start][0] for start in starts)
-    return Tensors(shapes, section.values.dtype, starts, tuple(found[start][1] for start in starts))
+    return Tensors(shapes, dtype, starts, tuple(found[start][1] for start in starts))
 
 
 class ModelSink:

@@ -1,319 +1,545 @@
-"""Compressed waves, in which peers average what their models have moved since the last wave, as encoded changes.
+"""Waves that keep what they did not send: one peer's reference, its codes, and the mean of the shard that it owns.
 
-The result of a wave, θ, is a *reference* that all its members hold. In the next wave a peer whose model is y encodes
-θ − y, with error feedback, to the change q, and gives θ − q in place of y. What the codec leaves out stays with the
-peer, in the accumulated error, and training continues from the new mean: so peers agree after each wave, however coarse
-the codec is. With ``topk2`` this is SparseLoCo (Sarfi et al., 2025, arXiv:2508.15706, Algorithm 1) with an outer
-learning rate of 1, and without the all-gather: a peer passes on the encoded changes of all peers whose models it has
-averaged, so that after log2 N rounds each member has received each change once.
+All peers hold a *reference* r. In a wave peer i, whose model is x_i, encodes d_i = x_i − r to its code c_i = C(d_i),
+and keeps the *residual* e_i = d_i − c_i, which takes no memory, since it stays in the model. The owner of a shard has a
+residual E of its own, as the mean is encoded too::
 
-The mean of a set of peers is θ − Σ q / n, added up in the order of ranks, so that it is bit for bit the same wherever
-it is computed. Two partners whose references differ send each other values without encoding: after a wave that lost a
-partner, and where a peer joins late or resumes. Such a wave makes the references equal again.
+    E ← E + mean_i c_i;  A = C(E);  E ← E − A                         the owner, in its shard
+    v ← μ v + A;  r ← r + η (A + μ v)                                 every peer
+    x_i ← r + e_i, and the training steps made since                  every peer
+
+With η = 1 and μ = 0 this averages models: the mean of all x_i, plus E, changes by training steps alone. With a codec
+that keeps everything all models are equal afterwards. Other values are DiLoCo's outer optimizer (Douillard et al.,
+2023, arXiv:2311.08105, Algorithm 1: −A is the outer gradient), as in MuLoCo (Thérien et al., 2025, arXiv:2505.23725).
+
+All peers take the same means into r and v, so both are bit for bit equal. A mean counts the codes that have arrived;
+its reply says whose. If ours is not among them, d_i stays in the model. A wave in which a peer leaves out a shard that
+others have taken in leaves it with an outdated reference. It then takes a later one whole, with the part of d_i that
+was counted meanwhile subtracted. If the two have diverged, as after a partition, the model stays as it is, so that the
+mean of all models counts the work of both sides. If the members change, so do the shards: a peer adds its E to its own
+model.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import struct
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import msgspec
+import torch
+import xxhash
 from torch import Tensor
 
-from gossipx.codecs import Codec, ErrorFeedback, State, decode_into
-from gossipx.codecs.changes import FULL, checksum
-from gossipx.compression.model_coding import ModelSink, SectionCodec, vector_bytes
-from gossipx.errors import LocalFaultError, ProtocolError
+from gossipx.codecs import Codec, State, Tensors, decode_into
+from gossipx.codecs.changes import checksum
+from gossipx.compression.model_coding import tensors_in, vector_bytes
+from gossipx.errors import ProtocolError
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
-from gossipx.model.pool import HostBuffer
-from gossipx.model.receive import Incoming
-from gossipx.protocol.messages import WHOLE, ModelReply, RoundRequest
+from gossipx.model.pool import HostBuffer, typed
+from gossipx.outer import Nesterov
+from gossipx.protocol.messages import NO_REFERENCE, WHOLE, ReferenceReply, ReferenceRequest, ShareReply
 
-Frames = Mapping[int, Sequence[memoryview]]
-"""The encoded changes of peers: by rank, one frame per section."""
-_FRAME = struct.Struct("<IQ")
-"""Before each frame in the payload: the rank of its peer, and its size in bytes."""
+Reference = tuple[int, int]
+Content = tuple[Sequence[int], memoryview]
+"""Sizes by section, and the bytes of a code or a mean."""
+HISTORY = 64
+"""Waves that a peer remembers to have taken in."""
+UNSETTLED = 10
+"""Waves that a peer remembers in which its codes may have been counted without its knowledge. More of them follow only
+where nobody was reached for long."""
+
+
+@dataclass
+class _Piece:
+    """The part of one section that lies in one shard.
+
+    Attributes:
+        trained, buffers: ranges of the section's vector in the fragment.
+        wire: dtype of values that are sent without a codec.
+        tensors: layout of the trained values, for codecs.
+        codes, means: states of the codec for codes and for means.
+        longest: most bytes of a code.
+    """
+
+    trained: slice
+    buffers: slice
+    wire: torch.dtype
+    tensors: Tensors
+    codes: State | None
+    means: State | None
+    longest: int
+
+    @property
+    def count(self) -> int:
+        """Number of trained values."""
+        return int(self.trained.stop - self.trained.start)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the module's buffers on the wire."""
+        return int(self.buffers.stop - self.buffers.start) * self.wire.itemsize
+
+
+Shard = Sequence[_Piece]
+"""One piece of each section."""
 
 
 @dataclass
 class _Wave:
-    """The wave that this peer takes part in.
+    """The record of a wave.
 
     Attributes:
-        ticket: of the captured model.
-        frames: the encoded changes whose mean is the current average; None: it is not known as such.
-        states: of the codec, after this peer's change was encoded; None: it has not been encoded.
-        merged: whether the current average includes models of other peers.
+        number: of the wave.
+        shards: their layout, by owner.
+        codes: ours, by owner.
+        means: those that are known, by owner, as they were sent: whose codes are counted, and the content.
+        residual: E before the wave.
+        unsettled: owners whose mean we do not know, though they may have counted our code.
+        is_unapplied: whether r has been updated and our weights have not.
     """
 
-    ticket: int
-    frames: Frames | None
-    states: Sequence[State] | None = None
-    merged: bool = False
+    number: int
+    shards: Mapping[int, Shard]
+    codes: Mapping[int, Content]
+    means: dict[int, tuple[tuple[int, ...], Content]] = field(default_factory=dict)
+    residual: tuple[Shard, list[Tensor]] | None = None
+    unsettled: set[int] = field(default_factory=set)
+    is_unapplied: bool = False
 
 
-class WaveCodec(SectionCodec):
-    """Encoder and decoder of one peer's waves.
+class WaveCodec:
+    """The reference of one peer for one fragment, with what waves need to update it. Thread-safe.
 
     Args:
-        codec: encodes the changes.
+        codec: encodes codes and means; None: they are sent as raw values.
         arena: the peer's parameters.
         rank: of this peer.
-        peers: number of peers in the run.
+        outer: η and μ; None: 1 and 0.
         norms: names of the parameters of normalisation layers.
         seed: seeds the codec's random draws.
-        fragment: number of the fragment of the model that it encodes.
-
-    Attributes:
-        peers: number of peers in the run, which may grow.
+        fragment: number of the fragment of the model.
     """
 
     def __init__(
         self,
-        codec: Codec,
+        codec: Codec | None,
         arena: ParameterArena,
         rank: int,
-        peers: int,
+        outer: Nesterov | None = None,
         norms: Collection[str] = (),
         seed: int = 0,
         fragment: int = WHOLE,
     ):
-        super().__init__(codec, arena, norms, seed, fragment)
-        self._encoder = ErrorFeedback(self.codec)
-        self._rank = rank
-        self._longest = [_FRAME.size + longest for longest in self._max_bytes]  # of one peer
-        self.peers = peers
+        self.fragment = arena.fragment(fragment)
+        self._codec = None if codec is None else codec.in_feedback()
+        self._rank, self._outer, self._norms, self._seed = rank, outer, norms, seed
+        self._slots = arena.slots
+        self._wide = [torch.promote_types(one.values.dtype, torch.float32) for one in self.fragment.sections]
+        self._lock = threading.Lock()
+        self._layout: tuple[tuple[int, ...], Mapping[int, Shard]] = (), {}
         self.begin(None)
 
     def begin(self, model: Sequence[Tensor] | None) -> None:
-        with self._lock:
-            self._wave = _Wave(-1, None)  # one under way belongs to another model
-            self._set_reference(model)
-            layouts = enumerate(self.tensors)
-            self._states: Sequence[State] = [
-                self._encoder.init(tensors, self._seed + number) for number, tensors in layouts
-            ]
-
-    def _set_reference(self, model: Sequence[Tensor] | None) -> None:
-        self._reference = None if model is None else [values.clone() for values in self.trained(model)]
-        self._bases = () if self._reference is None else tuple(map(checksum, self._reference))
-
-    def enter(self, ticket: int) -> None:
-        """Record that the model captured under ``ticket`` enters a wave. This takes no lock."""
-        self._wave = _Wave(ticket, None if self._reference is None else {})
-
-    # --- sending ----------------------------------------------------------------------------------
-
-    def prepared(self, request: RoundRequest) -> RoundRequest:
-        """Return a request completed by the checksums of the reference, if the current average can be encoded."""
-        wave = self._wave
-        return request if wave.frames is None else msgspec.structs.replace(request, bases=self._bases)
-
-    def give(
-        self, ticket: int, bases: Sequence[int], model: Sequence[Tensor], reply: ModelReply
-    ) -> tuple[ModelReply, Source]:
-        """Encode the current average of a wave for the partner of a round; return the completed reply and the payload.
+        """Set the reference, and forget all that was known.
 
         Args:
-            ticket: of the captured model.
-            bases: checksums of the partner's reference, from its request.
-            model: the values of each section, in host memory: the captured model, or the average after a merge.
-
-        Raises:
-            LocalFaultError: the wave is over.
+            model: the values of each section, in host memory, equal on all peers; None: there is no common model.
         """
         with self._lock:
-            wave = self._entered(ticket, model)
-            if wave.frames is not None and tuple(bases) == self._bases:
-                parts = [_joined(wave.frames, number) for number in range(len(self._bases))]
-                used = self._bases
+            self._reference = [] if model is None else [values.clone() for values in self._trained(model)]
+            self._velocity = [torch.zeros_like(values) for values in self._reference if self._outer is not None]
+            self._residual: tuple[Shard, list[Tensor]] | None = None  # E, and where it lies
+            self._carried: tuple[Shard, list[Tensor]] | None = None  # the E of a former shard, to be added to our model
+            self._waves: dict[int, _Wave] = {}  # by ticket: the last ones
+            self._taken: dict[int, tuple[Reference, set[int]]] = {}  # by wave: r before it, and owners of its means
+            self._last_counted: dict[
+                int, tuple[int, set[int]]
+            ] = {}  # by rank: a wave, and owners that counted its code
+            self._number = NO_REFERENCE if model is None else self._numbered(1)
+
+    def _numbered(self, count: int) -> Reference:
+        vectors = [*self._reference, *self._velocity]
+        checks = b"".join(checksum(values).to_bytes(8, "little") for values in vectors)
+        return count, xxhash.xxh3_64_intdigest(checks) >> 1
+
+    def _trained(self, model: Sequence[Tensor]) -> list[Tensor]:
+        rows = zip(model, self.fragment.sections, self._wide, strict=True)
+        return [values[: section.trainable].to(wide) for values, section, wide in rows]
+
+    # --- shards -----------------------------------------------------------------------------------
+
+    def _shards(self, members: tuple[int, ...]) -> Mapping[int, Shard]:
+        """Return the shards of a wave by owner, of equal size but for one value of each section.
+
+        If the members have changed, what is left of our shard's means goes to our own model.
+        """
+        if self._layout[0] != members:
+            self._layout = members, {rank: self._shard(index, len(members)) for index, rank in enumerate(members)}
+            if self._residual is not None:
+                self._carried, self._residual = self._residual, None
+        return self._layout[1]
+
+    def _shard(self, index: int, count: int) -> Shard:
+        pieces = []
+        for section, within, wide in zip(self.fragment.sections, self.fragment.ranges, self._wide, strict=True):
+            cut, others = section.trainable, section.mixed - section.trainable
+            first, last = cut * index // count, cut * (index + 1) // count
+            buffers = slice(*(cut + others * (index + k) // count for k in (0, 1)))
+            own = slice(within.start + first, within.start + last)
+            tensors = tensors_in(section, own, self._slots, self._norms, wide)
+            codes, means, longest = None, None, (last - first) * section.values.itemsize
+            if self._codec is not None:
+                codes, means = (self._codec.init(tensors, self._seed + 2 * index + k) for k in (0, 1))
+                longest = self._codec.longest(tensors)
+            wire = section.values.dtype
+            pieces.append(_Piece(slice(first, last), buffers, wire, tensors, codes, means, longest))
+        return pieces
+
+    def nbytes(self, shard: Shard, sizes: Sequence[int]) -> int:
+        """Return the size of a code or a mean with these sizes of its sections. Raises ProtocolError if impossible."""
+        exact = self._codec is None
+        if len(sizes) != len(shard) or any(
+            size > piece.longest or (exact and size != piece.longest) for size, piece in zip(sizes, shard, strict=False)
+        ):
+            raise ProtocolError("a code of a wave does not fit this run's model")
+        return sum(sizes) + sum(piece.buffer_bytes for piece in shard)
+
+    def fit(self, members: tuple[int, ...], owner: int, sizes: Sequence[int]) -> int:
+        """Return the size of a code or a mean of a shard; errors as :meth:`nbytes`."""
+        with self._lock:
+            shards = self._layout[1] if self._layout[0] == members else None
+        index, count = members.index(owner), len(members)
+        return self.nbytes(self._shard(index, count) if shards is None else shards[owner], sizes)
+
+    def _encoded(self, shard: Shard, values: Sequence[Tensor], buffers: Sequence[Tensor], means: bool) -> Content:
+        """Encode the values of a shard, by section; append its buffers."""
+        parts, sizes = bytearray(), []
+        for piece, vector, others in zip(shard, values, buffers, strict=True):
+            frame: memoryview | bytes = b""
+            state = piece.means if means else piece.codes
+            if self._codec is None or state is None:
+                frame = vector_bytes(vector.to(piece.wire))
+            elif piece.count:
+                frame, _ = self._codec.encode(vector, state)
+            sizes.append(len(frame))
+            parts += frame
+            parts += vector_bytes(others)
+        return sizes, memoryview(parts)
+
+    def _decoded(self, shard: Shard, content: Content) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the values of a shard and its buffers, by section."""
+        values, buffers, start = [], [], 0
+        sizes, view = content
+        for piece, size, wide in zip(shard, sizes, self._wide, strict=True):
+            part, others = view[start : start + size], view[start + size : start + size + piece.buffer_bytes]
+            if self._codec is None:
+                vector = typed(memoryview(bytearray(part)), piece.wire).to(wide)
             else:
-                parts = [vector_bytes(values) for values in self._average(wave, model)]
-                used = (FULL,) * len(parts)
-        completed = msgspec.structs.replace(reply, bases=used, sizes=tuple(map(len, parts)))
-        return completed, Source(self.joined(parts, model))
+                vector = torch.zeros(piece.count, dtype=wide)
+                if piece.count:
+                    decode_into(part, vector, tensors=piece.tensors)
+            values.append(vector)
+            buffers.append(typed(memoryview(bytearray(others)), piece.wire))
+            start += size + piece.buffer_bytes
+        return values, buffers
 
-    def _entered(self, ticket: int, model: Sequence[Tensor]) -> _Wave:
-        """Return the wave of a captured model; encode the change to that model, if it has not been encoded."""
-        wave = self._wave
-        if wave.ticket != ticket:
-            raise LocalFaultError("the wave is over")
-        self._encode(wave, model)
-        return wave
+    # --- a wave -----------------------------------------------------------------------------------
 
-    def _encode(self, wave: _Wave, model: Sequence[Tensor]) -> None:
-        if wave.states is None:
-            wave.states = [_copied(state) for state in self._states]
-            if self._reference is not None:
-                rows = zip(self._reference, self.trained(model), wave.states, strict=True)
-                encoded = [self._encoder.encode(was - now, state) for was, now, state in rows]
-                wave.states = [state for _, state in encoded]
-                wave.frames = {self._rank: [memoryview(bytes(frame)) for frame, _ in encoded]}  # without spare memory
+    def encode(
+        self, ticket: int, number: int, members: tuple[int, ...], model: Sequence[Tensor], founds: bool
+    ) -> Reference:
+        """Encode the codes of all shards; return the reference from which they are measured.
 
-    def _average(self, wave: _Wave, model: Sequence[Tensor]) -> list[Tensor]:
-        """Return the trained values of the current average; ``model`` as for :meth:`give`."""
-        if wave.merged or wave.frames is None:
-            return self.trained(model)
-        return self._mean_of(wave.frames)
+        Args:
+            ticket: of the wave.
+            model: the captured values of each section, in host memory.
+            founds: whether the model becomes the reference of a peer that has none.
+        """
+        if founds and self._number == NO_REFERENCE:
+            self.begin(model)
+        with self._lock:
+            if self._number == NO_REFERENCE:
+                return NO_REFERENCE
+            shards = self._shards(members)
+            moved = self._differences(model)
+            codes = {
+                owner: self._encoded(
+                    shard,
+                    [vector[piece.trained] for piece, vector in zip(shard, moved, strict=True)],
+                    [vector[piece.buffers] for piece, vector in zip(shard, model, strict=True)],
+                    means=False,
+                )
+                for owner, shard in shards.items()
+            }
+            self._waves[ticket] = _Wave(number, shards, codes, unsettled=set(members) - {self._rank})
+            return self._number
 
-    def _mean_of(self, frames: Frames) -> list[Tensor]:
-        """Return θ − Σ q / n."""
-        assert self._reference is not None
-        means = []
-        for number, (reference, tensors) in enumerate(zip(self._reference, self.tensors, strict=True)):
-            total = reference.new_zeros(len(reference))
-            for rank in sorted(frames):
-                decode_into(frames[rank][number], total, add=True, tensors=tensors)
-            means.append(reference - total / len(frames))
-        return means
+    def _differences(self, model: Sequence[Tensor]) -> list[Tensor]:
+        moved = [own - past for own, past in zip(self._trained(model), self._reference, strict=True)]
+        if self._carried is not None:
+            for piece, vector, left in zip(self._carried[0], moved, self._carried[1], strict=True):
+                vector[piece.trained] += left
+        return moved
 
-    # --- receiving --------------------------------------------------------------------------------
+    def code(self, number: int, members: tuple[int, ...], owner: int) -> Content | None:
+        """Return our code of a shard; None: the wave was forgotten."""
+        with self._lock:
+            for wave in self._waves.values():
+                if (wave.number, tuple(wave.shards)) == (number, members):
+                    return wave.codes[owner]
+            return None
 
-    def model_sink(self, incoming: Incoming) -> WaveSink:
-        """Return the sink of the reply to a request."""
-        return WaveSink(self, incoming)
+    def average(self, ticket: int, codes: Mapping[int, Content]) -> tuple[int, ...]:
+        """Average the codes of our shard, given those of other members by rank; return whose are counted."""
+        with self._lock:
+            wave = self._waves.get(ticket)
+            if wave is None:
+                return ()
+            shard = wave.shards[self._rank]
+            counted, total, buffers = self._sum(shard, {**codes, self._rank: wave.codes[self._rank]})
+            if len(counted) < 2:
+                return counted
+            wave.residual = self._residual
+            left = [torch.zeros_like(values) for values in total]
+            if self._residual is not None:
+                left = [values.clone() for values in self._residual[1]]
+            self._residual = shard, left
+            for values, residual in zip(total, left, strict=True):
+                residual += values / len(counted)
+            means = [(values / len(counted)).to(piece.wire) for values, piece in zip(buffers, shard, strict=True)]
+            content = self._encoded(shard, left, means, means=True)
+            for residual, sent in zip(left, self._decoded(shard, content)[0], strict=True):
+                residual -= sent
+            wave.means[self._rank] = counted, content
+            return counted
 
-    def fits(self, sizes: Sequence[int], bases: Sequence[int]) -> bool:
-        """Return whether the sizes of a payload are possible: of values without encoding, or of up to all peers."""
-        if tuple(bases) == (FULL,) * len(self._longest):
-            return super().fits(sizes, bases)
-        is_complete = len(sizes) == len(bases) == len(self._longest) and FULL not in bases
-        return is_complete and all(size <= self.peers * most for size, most in zip(sizes, self._longest, strict=True))
+    def _sum(self, shard: Shard, codes: Mapping[int, Content]) -> tuple[tuple[int, ...], list[Tensor], list[Tensor]]:
+        """Add codes up in the order of ranks, without those that are malformed or not finite; return whose are in."""
+        counted: list[int] = []
+        total = [torch.zeros(piece.count, dtype=wide) for piece, wide in zip(shard, self._wide, strict=True)]
+        buffers = [torch.zeros(one.buffers.stop - one.buffers.start, dtype=torch.float64) for one in shard]
+        for rank in sorted(codes):
+            try:
+                values, others = self._decoded(shard, codes[rank])
+            except ProtocolError:
+                continue
+            if all(bool(vector.isfinite().all()) for vector in values):
+                counted.append(rank)
+                for sums, vectors in ((total, values), (buffers, others)):
+                    for whole, vector in zip(sums, vectors, strict=True):
+                        whole += vector
+        return tuple(counted), total, buffers
 
-    def decoded(self, reply: ModelReply, content: memoryview) -> tuple[Frames | None, list[memoryview]]:
-        """Decode the average of another peer.
+    def share(self, ticket: int, owner: int) -> tuple[ShareReply, Source] | None:
+        """Return the mean of a shard's codes; None: the wave was forgotten."""
+        with self._lock:
+            wave = self._waves.get(ticket)
+            if wave is None or owner not in wave.means:
+                return None
+            counted, (sizes, view) = wave.means[owner]
+            return ShareReply(counted, tuple(sizes)), Source(view)
+
+    def end(
+        self,
+        ticket: int,
+        shares: Mapping[int, tuple[ShareReply, memoryview]],
+        with_own: bool,
+        model: Sequence[Tensor],
+        out: HostBuffer,
+    ) -> tuple[int, ...] | None:
+        """Take the means of a wave in.
+
+        Args:
+            ticket: of the wave.
+            shares: those of other owners, by rank.
+            with_own: whether the mean of our own shard counts; if not, E becomes what it was.
+            model: the captured values of each section, in host memory.
+            out: receives the model that the captured one becomes.
 
         Returns:
-            The changes of which it is the mean, or None; and the average in the memory layout of a model, in pieces.
-
-        Raises:
-            ProtocolError: it is malformed, or relative to another reference.
+            Owners whose mean was malformed or not finite, and was left out; None: the wave was forgotten.
         """
-        parts, buffers = self.cut(reply.sizes, content)
         with self._lock:
-            if FULL in reply.bases:
-                values = [self.decoded_section(number, part, FULL) for number, part in enumerate(parts)]
-                return None, self.laid_out(values, buffers)
-            if reply.bases != self._bases:
-                raise ProtocolError("an average arrived as a change from another model than the last mean of this peer")
-            frames = _split(parts)
-            return frames, self.laid_out(self._mean_of(frames), buffers)
+            wave = self._waves.get(ticket)
+            if wave is None:
+                return None
+            wave.means.update({owner: (one.counted, (one.sizes, view)) for owner, (one, view) in shares.items()})
+            if not with_own and wave.means.pop(self._rank, None) is not None:
+                self._residual = wave.residual
+            moved, poisoned, taken = self._differences(model), [], 0
+            self._copy(model, out)
+            self._add(self._carried, out)
+            for owner in sorted(wave.means):
+                if self._take(wave, owner, moved, out):
+                    taken += 1
+                else:
+                    poisoned.append(owner)
+                    del wave.means[owner]
+            if taken:
+                for other in self._waves.values():  # others had our reference, so they have counted nothing else
+                    other.unsettled.difference_update(wave.means if other is wave else other.shards)
+                self._taken[wave.number] = self._number, set(wave.means)
+                while len(self._taken) > HISTORY:
+                    del self._taken[next(iter(self._taken))]
+                self._number = self._numbered(self._number[0] + taken)
+                self._carried, wave.is_unapplied = None, True
+            return tuple(poisoned)
 
-    def merge(
-        self, ticket: int, incoming: Incoming, frames: Frames | None, before: HostBuffer, own: float, theirs: float
-    ) -> float:
-        """Merge a received average into this peer's; the result is left in the buffer of ``incoming``.
+    def _take(self, wave: _Wave, owner: int, moved: Sequence[Tensor], out: HostBuffer) -> bool:
+        """Update r, v and ``out`` in one shard; return False, and change nothing, if its mean is not finite."""
+        counted, content = wave.means[owner]
+        shard = wave.shards[owner]
+        try:
+            means, buffers = self._decoded(shard, content)
+        except ProtocolError:
+            return False
+        if not all(bool(values.isfinite().all()) for values in means):
+            return False
+        codes, _ = self._decoded(shard, wave.codes[owner])
+        for number, (piece, mean) in enumerate(zip(shard, means, strict=True)):
+            past = self._reference[number][piece.trained]
+            if self._outer is None:
+                past += mean
+            else:  # each product is rounded by itself, so that all processors compute the same
+                velocity = self._velocity[number][piece.trained]
+                velocity.mul_(self._outer.momentum).add_(mean)
+                past += (mean + velocity * self._outer.momentum) * self._outer.lr
+            left = moved[number][piece.trained]
+            if self._rank in counted:
+                left = left - codes[number]
+            out.vectors[number][piece.trained] = past + left
+            out.vectors[number][piece.buffers] = buffers[number]
+        for rank in counted:
+            before, owners = self._last_counted.get(rank, (0, set()))
+            self._last_counted[rank] = wave.number, {owner, *(owners if before == wave.number else ())}
+        return True
+
+    def applied(self, ticket: int) -> None:
+        """Record that the result of a wave is in the weights."""
+        with self._lock:
+            if ticket in self._waves:
+                self._waves[ticket].is_unapplied = False
+
+    def forget(self, ticket: int) -> None:
+        """Drop all waves but this one, for peers that ask late, and those that are unsettled.
+
+        If r was updated and the weights were not, the reference is dropped: it no longer fits them.
+        """
+        wave = self._waves.get(ticket)
+        if wave is None:
+            return
+        if wave.is_unapplied:
+            self.begin(None)
+            return
+        with self._lock:
+            unsettled = [(one, other) for one, other in self._waves.items() if other.unsettled and one != ticket]
+            self._waves = {**dict(unsettled[-UNSETTLED:]), ticket: wave}
+
+    # --- whole references -------------------------------------------------------------------------
+
+    @property
+    def reference_bytes(self) -> int:
+        """Size of a reference on the wire."""
+        lengths = zip(self.fragment.sections, self._wide, strict=True)
+        return (1 + (self._outer is not None)) * sum(one.trainable * wide.itemsize for one, wide in lengths)
+
+    def asked(self) -> ReferenceRequest:
+        """Return the request for a later reference."""
+        with self._lock:
+            wave, (before, owners) = next(reversed(self._taken.items()), (0, (NO_REFERENCE, set[int]())))
+            return ReferenceRequest(self.fragment.number, self._number, before, wave, tuple(sorted(owners)))
+
+    def give(self, receiver: int, theirs: ReferenceRequest) -> tuple[ReferenceReply, Source] | None:
+        """Return our reference for a peer that has another one; None: we have none."""
+        with self._lock:
+            if self._number == NO_REFERENCE:
+                return None
+            earlier = theirs.reference in (before for before, _ in self._taken.values())
+            if not earlier and (known := self._taken.get(theirs.wave)) is not None:  # it took in fewer means
+                earlier = known[0] == theirs.before and set(theirs.taken) <= known[1]
+            wave, owners = self._last_counted.get(receiver, (0, set()))
+            content = bytearray().join(vector_bytes(values) for values in (*self._reference, *self._velocity))
+            reply = ReferenceReply(self._number, earlier, wave, tuple(sorted(owners)))
+            return reply, Source(memoryview(content))
+
+    def take(self, reply: ReferenceReply, content: memoryview, model: Sequence[Tensor], out: HostBuffer) -> bool:
+        """Replace the reference by a later one; return False, and change nothing, if that is not finite.
 
         Args:
-            ticket: of the captured model.
-            frames: the changes of which the received one is the mean; None: they are not known.
-            before: this peer's average, or the captured model before the first merge.
-            own: weight of this peer's average; if 0, the result is the received one.
-            theirs: weight of the received average.
-
-        Returns:
-            A number; NaN if a value is not finite, and then the average is unchanged.
+            reply, content: of the peer that has it.
+            model: the captured values of each section, in host memory.
+            out: receives the model that the captured one becomes.
         """
         with self._lock:
-            wave = self._wave
-            if wave.ticket != ticket:  # the wave is over, and nobody needs the result
-                return self.fragment.merge(incoming.buffer, before, own, theirs)
-            self._encode(wave, before.vectors)
-            average = before
-            if not wave.merged and wave.frames is not None:
-                average = self.fragment.pool.buffer()
-                average.view[:] = before.view
-                _write(self._mean_of(wave.frames), average)
-            distance = self.fragment.merge(incoming.buffer, average, own, theirs)
-            if average is not before:
-                self.fragment.pool.free(average)
-            if math.isnan(distance):
-                return distance
-            wave.merged = True
-            if frames is None or wave.frames is None:
-                wave.frames = None
+            vectors = list(self._split(content))
+            if not all(bool(values.isfinite().all()) for values in vectors):
+                return False
+            later, velocity = self._halves(vectors)
+            self._copy(model, out)
+            if reply.follows:
+                for vector, past, now in zip(out.vectors, self._reference, later, strict=True):
+                    vector[: len(now)] += now - past
+                self._settle(reply, out)
             else:
-                wave.frames = {**frames, **wave.frames} if own else frames
-                _write(self._mean_of(wave.frames), incoming.buffer)
-            return distance
+                self._add(self._residual, out)
+                self._residual = None
+            self._taken.clear()
+            self._reference, self._velocity, self._number = later, velocity, reply.reference
+            return True
 
-    def applied(self, ticket: int, average: Sequence[Tensor]) -> None:
-        """Take the result of a wave as the next reference.
+    @staticmethod
+    def _copy(model: Sequence[Tensor], out: HostBuffer) -> None:
+        for vector, own in zip(out.vectors, model, strict=True):
+            vector.copy_(own)
 
-        Args:
-            ticket: of the captured model.
-            average: the values of each section, in host memory.
-        """
-        with self._lock:
-            wave = self._wave
-            if wave.ticket == ticket and wave.states is not None:
-                self._states = wave.states
-                self._set_reference(average)
-                wave.frames = None
+    @staticmethod
+    def _add(left: tuple[Shard, list[Tensor]] | None, out: HostBuffer) -> None:
+        if left is not None:
+            for piece, values, vector in zip(*left, out.vectors, strict=True):
+                vector[piece.trained] += values
 
+    def _settle(self, reply: ReferenceReply, out: HostBuffer) -> None:
+        """Subtract those of our codes that others have counted, as we now learn."""
+        for wave in self._waves.values():
+            if wave.number == reply.wave:
+                for owner in wave.unsettled & set(reply.counted):
+                    codes, _ = self._decoded(wave.shards[owner], wave.codes[owner])
+                    for piece, code, vector in zip(wave.shards[owner], codes, out.vectors, strict=True):
+                        vector[piece.trained] -= code
+            wave.unsettled.clear()
 
-class WaveSink(ModelSink):
-    """The receive buffer of a partner's average.
+    def _halves(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return list(vectors[: len(self._wide)]), list(vectors[len(self._wide) :])
 
-    Args:
-        codec: decodes it.
-        incoming: receives the decoded average.
-    """
-
-    def __init__(self, codec: WaveCodec, incoming: Incoming):
-        super().__init__(codec, incoming, self._decode)
-        self._waves = codec
-        self._frames: Frames | None = None
-
-    def _decode(self, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
-        self._frames, views = self._waves.decoded(reply, content)
-        return views
-
-    def merge(self, ticket: int, before: HostBuffer, own: float, theirs: float) -> float:
-        """Merge the received average into this peer's, see :meth:`WaveCodec.merge`."""
-        return self._waves.merge(ticket, self._incoming, self._frames, before, own, theirs)
-
-
-def _copied(state: State) -> State:
-    """Return a copy of a codec's state, which encoding changes in place."""
-    return dataclasses.replace(state, kept={name: values.clone() for name, values in state.kept.items()})
-
-
-def _write(values: Sequence[Tensor], buffer: HostBuffer) -> None:
-    for vector, trained in zip(buffer.vectors, values, strict=True):
-        vector[: len(trained)] = trained
-
-
-def _joined(frames: Frames, number: int) -> memoryview:
-    """Return the frames of a section, each after its peer's rank and its size."""
-    joined = bytearray()
-    for rank in sorted(frames):
-        frame = frames[rank][number]
-        joined += _FRAME.pack(rank, len(frame))
-        joined += frame
-    return memoryview(joined)
-
-
-def _split(parts: Sequence[memoryview]) -> Frames:
-    """Return the frames that :func:`_joined` has joined, of all sections. Raises ProtocolError if malformed."""
-    sections = []
-    for part in parts:
-        found: dict[int, memoryview] = {}
+    def _split(self, content: memoryview) -> Iterator[Tensor]:
         start = 0
-        while start < len(part):
-            if len(part) - start < _FRAME.size:
-                raise ProtocolError("the encoded changes of a wave end within a header")
-            rank, size = _FRAME.unpack_from(part, start)
-            start += _FRAME.size
-            if size > len(part) - start or rank in found:
-                raise ProtocolError("the encoded changes of a wave are malformed")
-            found[rank] = part[start : start + size]
-            start += size
-        sections.append(found)
-    if not all(found.keys() == sections[0].keys() for found in sections) or not sections[0]:
-        raise ProtocolError("the encoded changes of a wave are not of the same peers in all sections")
-    return {rank: [found[rank] for found in sections] for rank in sections[0]}
+        for _ in range(1 + (self._outer is not None)):
+            for section, wide in zip(self.fragment.sections, self._wide, strict=True):
+                end = start + section.trainable * wide.itemsize
+                yield typed(content[start:end], wide).clone()
+                start = end
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the reference and what belongs to it, for a checkpoint; empty if it does not fit the weights yet."""
+        with self._lock:
+            if self._number == NO_REFERENCE or any(wave.is_unapplied for wave in self._waves.values()):
+                return {}
+            residual = [] if self._residual is None else [values.clone() for values in self._residual[1]]
+            vectors = [values.clone() for values in (*self._reference, *self._velocity)]
+            members = list(self._layout[0])
+            return {"number": list(self._number), "vectors": vectors, "members": members, "residual": residual}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, on a peer with the same layout."""
+        self.begin(None)
+        with self._lock:
+            if state:
+                shards = self._shards(tuple(state["members"]))
+                count, check = state["number"]
+                self._reference, self._velocity = self._halves(state["vectors"])
+                self._residual = (shards[self._rank], list(state["residual"])) if state["residual"] else None
+                self._number = count, check

@@ -48,15 +48,7 @@ def unchanged(own: Tensor, mixed: Tensor, kept: Sequence[Tensor]) -> None:
 
 
 class OuterRule(Protocol):
-    """The part of :class:`gossipx.outer.Outer` that works on vectors."""
-
-    @property
-    def vectors(self) -> int:
-        """Number of vectors that it keeps."""
-
-    @property
-    def needs_common_start(self) -> bool:
-        """Whether it begins with the common initial model."""
+    """The part of :class:`gossipx.outer.Momentum` that works on vectors."""
 
     @property
     def begin(self) -> Update:
@@ -97,20 +89,12 @@ class OuterState:
         if not self._kept:
             for section in self._sections:
                 like = section.values[: section.trainable]
-                self._kept.append([self._streams.empty_like(like) for _ in range(self._rule.vectors)])
+                self._kept.append([self._streams.empty_like(like)])
         return self._kept
 
-    def start(self, is_initial: bool) -> None:
-        """Forget the earlier exchanges, because the weights were replaced.
-
-        Args:
-            is_initial: whether they are now the initial model, which is the same on all peers.
-        """
-        self.begun = is_initial and self._rule.needs_common_start
-        if self.begun:
-            for section, kept in zip(self._sections, self.kept, strict=True):
-                model = section.values[: section.trainable]
-                self._streams.train(lambda model=model, kept=kept: self._rule.begin(model, model, kept))  # type: ignore[misc]
+    def start(self) -> None:
+        """Forget the earlier exchanges, because the weights were replaced."""
+        self.begun = False
 
     def vectors(self) -> list[Tensor]:
         """Return the kept vectors, for a checkpoint; empty before the first exchange."""
@@ -628,7 +612,6 @@ class ParameterArena:
         """Apply an outer optimizer to the exchanges of this peer from now on."""
         for fragment in self.fragments:
             fragment.outer = OuterState(rule, fragment.sections, self.streams)
-            fragment.outer.start(is_initial=not self.step)
 
     def adopt(self, received: HostBuffer, step: int) -> bool:
         """Replace this model by a whole model of another peer or a checkpoint, which has done ``step`` iterations.
@@ -657,7 +640,7 @@ class ParameterArena:
         self.constant_nans = [self.streams.to_host(nan) if bool(nan.any()) else None for nan in nans]
         for fragment in self.fragments:
             if fragment.outer is not None:
-                fragment.outer.start(is_initial=not step)
+                fragment.outer.start()
 
     def detach(self) -> None:
         """Give every tensor memory of its own again; the arena is unusable afterwards."""

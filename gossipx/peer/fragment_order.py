@@ -43,7 +43,7 @@ class FragmentOrder:
 
     def of_wave(self, number: int) -> int:
         """Return the fragment of a wave."""
-        return messages.WHOLE if number == messages.LAST_WAVE else sorted(self.order)[(number - 1) % len(self.order)]
+        return sorted(self.order)[(number - 1) % len(self.order)]
 
     def fits(self, request: messages.Request) -> bool:
         """Return whether the fragment that a received request names, if any, is one that this run exchanges."""
@@ -54,8 +54,13 @@ class FragmentOrder:
                 | messages.PairRequest(fragment=fragment)
             ):
                 return fragment in self
-            case messages.RoundRequest(wave=wave, fragment=fragment):
+            case (
+                messages.ShardRequest(wave=wave, fragment=fragment)
+                | messages.ShareRequest(wave=wave, fragment=fragment)
+            ):
                 return fragment == self.of_wave(wave)
+            case messages.ReferenceRequest(fragment=fragment):
+                return fragment in self
         return True
 
     def load(self, order: Sequence[int]) -> None:

@@ -44,12 +44,14 @@ from typing import Any
 
 from gossipx.figures import Counters
 from gossipx.mixing import Average, Mixing
+from gossipx.peer import last_wave, waves
 from gossipx.peer.agreement import Agreement
 from gossipx.peer.barrier import ANNOUNCE, BARRIER, Barrier
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.fragment_order import OTHER_FRAGMENTS, FragmentOrder
 from gossipx.peer.joining.first_model import Joining
 from gossipx.peer.joining.newcomers import Newcomers
+from gossipx.peer.last_wave import Finish, LastWave
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.pairs import PairExchange
 from gossipx.peer.pulls import PullExchange
@@ -58,7 +60,7 @@ from gossipx.peer.server_role import ServerRole
 from gossipx.peer.serving import Outgoing, Serving
 from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
-from gossipx.peer.waves import TIMER, Wave, WaveSequence
+from gossipx.peer.waves import Waves
 from gossipx.protocol import events
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Wait
 from gossipx.protocol.fields import JoinedPeer
@@ -75,19 +77,24 @@ from gossipx.protocol.messages import (
     PairRequest,
     PullRequest,
     PushRequest,
+    ReferenceRequest,
     Reply,
     Request,
     RoundRequest,
+    ShardRequest,
+    ShareReply,
+    ShareRequest,
     Stage,
     TakeRequest,
 )
-from gossipx.settings.modes import HasFragments, HasPolicy, HasServing, Pairs, Pushes, Waves
+from gossipx.settings import modes
+from gossipx.settings.modes import HasFragments, HasPolicy, HasServing, Pairs, Pushes
 from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import RandomNeighbour, Schedule
 
-TIMED_REQUESTS = PullRequest | TakeRequest | RoundRequest | ElasticRequest
+TIMED_REQUESTS = PullRequest | TakeRequest | RoundRequest | ElasticRequest | ShardRequest
 """Requests whose round-trip time updates the latency estimate; InitialRequest, which many send at once, does not."""
 
 
@@ -149,16 +156,18 @@ class PeerRole:
         self.barrier = Barrier(self.members, self.requests, timeout)
         self.joining = Joining(context, self.barrier, self.settings.sync.init == "own")
         self.agreement = Agreement(self.rank, self.members, self.requests)
-        self.waves = WaveSequence(context)
+        self.waves = Waves(context)
+        in_waves = isinstance(mode, modes.Waves)
+        self.finish = Finish(context, in_waves)
         self.pulls = PullExchange(context, self.mixing, self.shares)
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
-        self.training = Training(context, self.barrier, self.exchange, self.waves, isinstance(mode, Waves))
+        self.training = Training(context, self.barrier, self.exchange, self.waves, in_waves)
         joined = self.barrier, self.why_closed, self.joined
         self.newcomers = Newcomers(self.rank, self.size, self.members, *joined)
         self.joining.joins = self.newcomers.is_one
-        parts = self.agreement, self.barrier, self.joining, self.training, self.waves, self.exchange, self.server
-        self.stages = Stages(context, self.settings, *parts, self.newcomers)
+        before = self.agreement, self.barrier, self.joining, self.training, self.waves, self.finish
+        self.stages = Stages(context, self.settings, *before, self.exchange, self.server, self.newcomers)
 
     def _build_exchange(self) -> Exchange:
         if self.exchange_of is not None:
@@ -202,6 +211,8 @@ class PeerRole:
                 return self._merged(event, now)
             case events.Poisoned():
                 return self._poisoned(event.ticket, now)
+            case events.WaveEncoded() | events.ShardAveraged() | events.WaveEnded():
+                return self.waves.progressed(event, now)
             case events.GradientPoisoned(sender):
                 self.counts.add("poisoned")
                 return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: the gradient is ignored")]
@@ -282,6 +293,8 @@ class PeerRole:
                 return [self._answer(event.key, NotReadyReply(OTHER_FRAGMENTS), now)]
             case RoundRequest():
                 return self.stages.round_requested(event, event.request, now)
+            case ShardRequest() | ShareRequest() | ReferenceRequest():
+                return self.stages.wave_requested(event, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
                 return [self._answer(event.key, NotReadyReply("it has no model yet, or has left the run"), now)]
             case InitialRequest() | PullRequest() if not self.training.sound:
@@ -310,7 +323,7 @@ class PeerRole:
         if to != self.rank:
             self.members.heard_from(to)
             self.members.others[to].missed = False
-            if isinstance(event.reply, ModelReply) and isinstance(request, TIMED_REQUESTS):
+            if _is_transfer(request, event.reply):
                 self.members.record_transfer(to, now - asked, now)
         match request, event.reply:
             case ArriveRequest(), HereReply():
@@ -331,10 +344,10 @@ class PeerRole:
                 return self.pulls.replied(event.ticket, to, event.reply, now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
                 return wave.model_received(weight, now)
-            case RoundRequest(), HereReply(stage) if stage > Stage.TRAIN and (wave := self._meeting(event.ticket)):
-                return [Forget(event.ticket), *wave.partner_ended(now)]
-            case RoundRequest(), NotReadyReply():  # no back-off: the peer may take part in later waves
+            case RoundRequest(), NotReadyReply():  # no back-off: the peer may take part in a later round
                 return self._request_failed(event.ticket, to, request, now)
+            case ShardRequest() | ShareRequest() | ReferenceRequest(), _:
+                return self.waves.replied(event.ticket, event.reply, now)
             case LeaveRequest(), _:
                 return self.stages.resume_if_announced()
             case _ if isinstance(request, self.exchange.request_types):
@@ -384,6 +397,8 @@ class PeerRole:
                 return self.pulls.failed(ticket, now)
             case RoundRequest() if wave := self._meeting(ticket):
                 return [Forget(ticket), *wave.partner_lost(now)]
+            case ShardRequest() | ShareRequest() | ReferenceRequest():
+                return self.waves.failed(ticket, now)
             case _ if isinstance(request, self.exchange.request_types):
                 return self.exchange.failed(ticket, now)
             case _:
@@ -394,9 +409,11 @@ class PeerRole:
         self.outgoing.answered(event, now)
         if served := self.serving.answered(event):
             return served
-        if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
+        if (wave := self.finish.answering(event.key)) and self.stage is not Stage.LEFT:
             return wave.answered(event, now)
-        return self.exchange.answered(event, now) if self.stage is Stage.TRAIN else self.server.members_changed(now)
+        if self.stage is not Stage.TRAIN:
+            return self.server.members_changed(now)
+        return [*self.waves.answered(event, now), *self.exchange.answered(event, now)]
 
     def _timer(self, name: str, now: float) -> list[Effect]:
         what, _, rank = name.partition(" ")
@@ -408,7 +425,9 @@ class PeerRole:
             return []
         if what in self.exchange.timers:
             return self.exchange.timer_fired(name, now)
-        return self.waves.timer_fired(now) if what == TIMER else []
+        if what == waves.TIMER:
+            return self.waves.timer_fired(now)
+        return self.finish.timer_fired(now) if what == last_wave.TIMER else []
 
     # --- models that were mixed, refused or merged --------------------------------------------------
 
@@ -418,9 +437,9 @@ class PeerRole:
         if self.joining.adopted(ticket):
             return self.stages.enter_barrier(Stage.START, now)
         if (adopted := self.server.adopted(ticket, now)) is not None:
-            over = self.waves.leave(now, "it has the hub's centre") if self.stage is Stage.AGREE else []
+            over = self.finish.leave(now, "it has the hub's centre") if self.stage is Stage.AGREE else []
             return [*adopted, *over]  # this model replaces the last wave
-        if self.agreement.adopted(ticket) or (self.stage is Stage.AGREE and self.waves.close_if_merged(ticket)):
+        if self.agreement.adopted(ticket) or (self.stage is Stage.AGREE and self.finish.is_taken_in(ticket)):
             return [Resume()]
         return self.training.mixed(ticket, now)
 
@@ -444,9 +463,9 @@ class PeerRole:
         text = f"the model of peer {sender} holds NaN or Inf: not mixed, and no more are requested for a while"
         return Note("poisoned", text)
 
-    def _meeting(self, ticket: int) -> Wave | None:
-        """Return the current wave if ``ticket`` is our request of its current round."""
-        return None if self.stage is Stage.LEFT else self.waves.meeting(ticket)
+    def _meeting(self, ticket: int) -> LastWave | None:
+        """Return the last wave if ``ticket`` is our request of its current round."""
+        return None if self.stage is Stage.LEFT else self.finish.meeting(ticket)
 
     def _merged(self, event: events.Merged, now: float) -> list[Effect]:
         if (taken := self.server.merged(event, now)) is not None:
@@ -458,3 +477,10 @@ class PeerRole:
         if not event.sound:
             self._suspend(wave.partner, now)
         return wave.merge_ended(event.sound, now)
+
+
+def _is_transfer(request: Request, reply: Reply) -> bool:
+    """Return whether a reply's time is that of a transfer: for a mean, if its owner waited for no code in vain."""
+    if isinstance(request, ShardRequest) and isinstance(reply, ShareReply):
+        return reply.counted == request.members
+    return isinstance(request, TIMED_REQUESTS) and isinstance(reply, ModelReply)

@@ -16,12 +16,21 @@ from gossipx.peer.barrier import Barrier
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.joining.first_model import Joining
 from gossipx.peer.joining.newcomers import Newcomers
+from gossipx.peer.last_wave import Finish
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.training import Training
-from gossipx.peer.waves import WaveSequence
+from gossipx.peer.waves import Waves
 from gossipx.protocol.effects import Answer, Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Received
-from gossipx.protocol.messages import LAST_WAVE, ArriveRequest, HereReply, LeaveRequest, RoundRequest, Stage
+from gossipx.protocol.messages import (
+    ArriveRequest,
+    HereReply,
+    LeaveRequest,
+    NotReadyReply,
+    RoundRequest,
+    ShardRequest,
+    Stage,
+)
 from gossipx.settings.sections import RunConfig
 
 
@@ -32,7 +41,7 @@ class Stages:
     Args:
         context: state shared by the role's components.
         settings: of the run.
-        agreement, barrier, joining, training, waves, exchange, server, newcomers: the role's components.
+        agreement, barrier, joining, training, waves, finish, exchange, server, newcomers: the role's components.
 
     Attributes:
         stage: the current stage.
@@ -45,7 +54,8 @@ class Stages:
     barrier: Barrier
     joining: Joining
     training: Training
-    waves: WaveSequence
+    waves: Waves
+    finish: Finish
     exchange: Exchange
     server: ServerRole
     newcomers: Newcomers
@@ -65,7 +75,7 @@ class Stages:
                 return effects
 
     def _follow(self, now: float) -> list[Effect]:
-        last = self.waves.current
+        last = self.finish.wave
         match self.stage:
             case Stage.TRAIN:
                 followed = self.training.follow(now)
@@ -73,8 +83,8 @@ class Stages:
             case Stage.AGREE if last is None:
                 # If the peer that holds the final model is lost, average all models instead.
                 return [] if self.server.failed_source is None else self._last_wave(None, now)
-            case Stage.AGREE if last is not None and self.waves.over:
-                return [*self.waves.take_in(), *([] if last.merged else [Resume()])]
+            case Stage.AGREE if last is not None and self.finish.over:
+                return [*self.finish.take_in(), *([] if last.merged else [Resume()])]
             case Stage.JOINING if self.barrier.active:
                 if requested := self.joining.ask(now):
                     return requested
@@ -173,9 +183,9 @@ class Stages:
 
     def _last_wave(self, members: tuple[int, ...] | None, now: float) -> list[Effect]:
         step, weight = self.training.step, self.exchange.weight
-        begun = self.waves.finish(members, step, weight, now, self.server.failed_source)
-        assert self.waves.current is not None
-        self.agreement.averaged = self.waves.current.members
+        begun = self.finish.begin(members, step, weight, now, self.server.failed_source)
+        assert self.finish.wave is not None
+        self.agreement.averaged = self.finish.wave.members
         return begun
 
     # --- comparing the final models ---------------------------------------------------------------
@@ -188,7 +198,7 @@ class Stages:
 
     def compare(self, digest: str, now: float) -> list[Effect]:
         """Announce our final model, of this checksum, and compare it with those of the others."""
-        final, wave = self.agreement, self.waves.current
+        final, wave = self.agreement, self.finish.wave
         if self.stage is Stage.AGREE:  # the model of a hub or of servers stands for all models
             final.weight = float(self.context.members.size) if wave is None else wave.weight
         final.digest = digest
@@ -205,28 +215,34 @@ class Stages:
 
     # --- waves ------------------------------------------------------------------------------------
 
-    def round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
-        """Handle a request for our model in a round of a wave."""
-        waves, last = self.waves, request.wave == LAST_WAVE
+    def wave_requested(self, event: Received, now: float) -> list[Effect]:
+        """Handle a request of a wave while training."""
         match self.stage:
-            case Stage.START | Stage.TRAIN | Stage.FINISH if last:
-                waves.defer(event)
+            case Stage.START | Stage.TRAIN if not self._trained:
+                return self.training.wave_requested(event, self.stage is Stage.TRAIN, now)
+            case Stage.TRAIN | Stage.FINISH | Stage.AGREE | Stage.COMPARE | Stage.DONE if isinstance(
+                event.request, ShardRequest
+            ):
+                here = HereReply(max(self.stage, Stage.FINISH))
+                return [Answer(event.key, here, now + self.settings.exchange.peer_timeout)]
+        return [self.waves.refuse(event, "it takes part in no wave", now)]
+
+    def round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
+        """Handle a request for our model in a round of the finish."""
+        match self.stage:
+            case Stage.START | Stage.TRAIN | Stage.FINISH:
+                self.finish.defer(event)
                 # The sender's barrier is over; adopt its member list, which must be the same for all.
-                if self.stage is Stage.FINISH and self.barrier.active and waves.may_join(event):
+                if self.stage is Stage.FINISH and self.barrier.active and self.finish.may_join(event):
                     self.barrier.end()
                     return self._agree(now, request.members)
                 return []
-            case Stage.AGREE | Stage.COMPARE | Stage.DONE if last and waves.current is not None:
-                return waves.current.requested(event, now)
-            case Stage.AGREE if last:  # undecided until the server role's final model arrives or fails
-                waves.defer(event)
+            case Stage.AGREE | Stage.COMPARE | Stage.DONE if self.finish.wave is not None:
+                return self.finish.wave.requested(event, now)
+            case Stage.AGREE:  # undecided until the server role's final model arrives or fails
+                self.finish.defer(event)
                 return []
-            case Stage.START | Stage.TRAIN if not self._trained:
-                return self.training.round_requested(event, self.stage is Stage.TRAIN, now)
-            case Stage.TRAIN | Stage.FINISH | Stage.AGREE | Stage.COMPARE | Stage.DONE if not last:
-                here = HereReply(max(self.stage, Stage.FINISH))
-                return [Answer(event.key, here, now + self.settings.exchange.peer_timeout)]
-        return [waves.refuse(event, "it takes part in no wave", now)]
+        return [self.finish.refuse(event, "it takes part in no wave", now)]
 
     # --- leaving ----------------------------------------------------------------------------------
 
@@ -234,7 +250,8 @@ class Stages:
         """Handle the departure of another peer."""
         self.context.members.others[rank].stage = Stage.LEFT
         left = [] if self.stage is Stage.LEFT else self.exchange.peer_left(rank, now)
-        note, waves = Note(f"left {rank}", f"peer {rank} has left"), self.waves.peer_left(rank, now)
+        note = Note(f"left {rank}", f"peer {rank} has left")
+        waves = [*self.waves.peer_left(rank, now), *self.finish.peer_left(rank, now)]
         return [note, *left, *waves, *self.check_min_peers(), *self.server.members_changed(now)]
 
     def check_min_peers(self) -> list[Effect]:
@@ -256,7 +273,8 @@ class Stages:
         leaving: list[Effect] = [
             self.context.requests.send(rank, LeaveRequest(), now, deadline) for rank in self.context.members.awaited()
         ]
-        return [Wait(), *dropped, *leaving, *self.waves.leave(now), *self.resume_if_announced()]
+        refused = [*self.waves.give_up(NotReadyReply("it leaves"), now), *self.finish.leave(now)]
+        return [Wait(), *dropped, *leaving, *refused, *self.resume_if_announced()]
 
     def resume_if_announced(self) -> list[Effect]:
         """Return Resume once every LeaveRequest was answered or has failed."""

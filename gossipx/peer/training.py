@@ -12,7 +12,7 @@ from typing import Any
 
 from gossipx.peer.barrier import Barrier
 from gossipx.peer.exchange import Exchange, PeerContext
-from gossipx.peer.waves import WaveSequence
+from gossipx.peer.waves import Waves
 from gossipx.protocol.effects import Effect, Note, Resume, Wait
 from gossipx.protocol.events import Received, Restored, StepDone
 from gossipx.protocol.messages import ArriveRequest, NotReadyReply, Stage
@@ -35,7 +35,7 @@ class Training:
         over: whether training has ended and everything that its end waits for is complete.
     """
 
-    def __init__(self, context: PeerContext, barrier: Barrier, exchange: Exchange, waves: WaveSequence, in_waves: bool):
+    def __init__(self, context: PeerContext, barrier: Barrier, exchange: Exchange, waves: Waves, in_waves: bool):
         self.sound = True
         self.over = False
         self._context = context
@@ -53,7 +53,7 @@ class Training:
 
     def begin(self, now: float) -> list[Effect]:
         """Start training: the START barrier is over."""
-        return self.proceed(now) if self._context.blocking else [Resume(), *self._waves.join(self.step, now)]
+        return self.proceed(now) if self._context.blocking else [Resume(), *self._waves.join(now)]
 
     # --- step boundaries --------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Training:
             return [*entered, mix]
         if self._waves.over:
             self._undecided = event
-            return [*entered, *self._waves.take_in()]
+            return [*entered, *self._waves.take_in(now)]
         return [*entered, *self._decide(event, now)]
 
     def _decide(self, event: StepDone, now: float) -> list[Effect]:
@@ -85,14 +85,14 @@ class Training:
 
     def _begin_wave(self, wanted: bool, now: float) -> list[Effect]:
         """Join a wave that others have started, or start one if the policy ``wanted`` it."""
-        begun = self._waves.join(self.step, now)
+        begun = self._waves.join(now)
         asking: list[Effect] = []
         if wanted and not begun:
             asked = self._context.requests.open_ranks(ArriveRequest)
             probed = [rank for rank in self._context.members.to_probe(now) if rank not in asked]
             here = ArriveRequest(Stage.TRAIN, self._context.incarnation, wave=self._waves.latest, step=self.step)
             asking = [self._barrier.announce(rank, here, now) for rank in probed]
-            begun = self._waves.start(self.step, now)
+            begun = self._waves.start(now)
             self._context.sync.skipped += not begun
         waiting: list[Effect] = [Wait()] if begun and self._context.blocking else []
         return [*waiting, *begun, *asking]
@@ -110,23 +110,24 @@ class Training:
             return []
         if not self._waves.over or (wave.merged and not (self._context.blocking or self._ending)):
             return []  # unless training is blocked, the mean enters at the next step boundary
-        taken = self._waves.take_in()
+        taken = self._waves.take_in(now)
         return taken if wave.merged else [*taken, *self.proceed(now)]
 
-    def round_requested(self, event: Received, begun: bool, now: float) -> list[Effect]:
-        """Handle a request for our model in a wave; ``begun``: the START barrier is over."""
+    def wave_requested(self, event: Received, begun: bool, now: float) -> list[Effect]:
+        """Handle a request of a wave; ``begun``: the START barrier is over."""
         if not self._in_waves:
             return [self._waves.refuse(event, "it does not use waves: give all peers the same --exchange", now)]
         if not self.sound:
             return [self._waves.refuse(event, UNSOUND, now)]
-        effects = self._waves.requested(event, self.step, now)
+        effects = self._waves.requested(event, now)
         # In blocking mode waves start at step boundaries only.
         at_once = begun and not self._context.blocking
-        return [*effects, *(self._waves.join(self.step, now) if at_once else [])]
+        return [*effects, *(self._waves.join(now) if at_once else [])]
 
     def mixed(self, ticket: int, now: float) -> list[Effect]:
         """Continue after a model was mixed or the mean of a wave was taken in."""
-        return self.proceed(now) if self._waves.close_if_merged(ticket) or self._exchange.mixed(ticket) else []
+        closed = self._waves.taken_in(ticket, now)
+        return [*(closed or ()), *self.proceed(now)] if closed is not None or self._exchange.mixed(ticket) else []
 
     def proceed(self, now: float) -> list[Effect]:
         """Continue after a mix: mix the next model, let the policy decide, or join a wave."""
@@ -137,8 +138,8 @@ class Training:
         event, self._undecided = self._undecided, None
         if event:
             return self._decide(event, now)
-        joined = self._waves.join(self.step, now)
-        return joined if joined or not self._context.blocking else [Resume()]
+        joined = self._waves.join(now)
+        return joined if self._waves.current is not None or not self._context.blocking else [Resume()]
 
     def draw_state(self) -> dict[str, Any]:
         """Return the state that partner choices depend on, as plain data: generator, measured transfer times, turns."""
@@ -168,7 +169,7 @@ class Training:
         self._ending = True
         ended = self._exchange.end(now)
         # Other peers rely on us in a wave that has started.
-        wave = self._waves.join(self.step, now) if self.sound else self._waves.give_up(NotReadyReply(UNSOUND), now)
+        wave = self._waves.join(now) if self.sound else self._waves.give_up(NotReadyReply(UNSOUND), now)
         return [Wait(), *ended, *wave]
 
     def leave(self, now: float) -> list[Effect]:

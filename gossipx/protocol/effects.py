@@ -13,9 +13,12 @@ Send           any part that needs something from another peer              send
 Cancel         peer/pulls, hub                                              aborts the request, and reports Failed
 Answer         the part that handles a request                              replies, and reports Answered
 Keep           hub, server/shard                                            keeps the payload of a request
-Capture        peer/serving, wave, pushes, pairs, offers; hub               captures the present model
-Merge          peer/wave, hub                                               merges two kept models; reports Merged
-ApplyWave      peer/waves, after the last round                             updates our model, and reports Mixed
+Capture        peer/serving, waves, pushes, pairs, offers; hub              captures the present model
+EncodeWave     peer/waves, as a wave begins                                 encodes our codes; reports WaveEncoded
+AverageShard   peer/waves, the owner of a shard                             averages codes; reports ShardAveraged
+EndWave        peer/waves, with all means or a later reference              updates a captured model; reports WaveEnded
+Merge          peer/last_wave, hub                                          merges two kept models; reports Merged
+ApplyWave      peer/waves, last_wave                                        updates our model, and reports Mixed
 Mix            peer/pulls, pushes, pairs; hub                               mixes; reports Mixed or Poisoned
 Adopt          peer/role of a joining peer, hub at the finish               replaces our model; reports the same
 Forget         the part that allocated the ticket                           releases all that the ticket holds
@@ -100,6 +103,8 @@ class Answer(Effect, frozen=True):
         in_order: reply only after all earlier effects on the tables.
         pieces: send the values and state of these pieces of tables, after all earlier effects on the tables.
         receiver: for a model that a codec may encode: the requester's rank, and the checksums of what it has.
+        share: send the mean of the shard of this owner, from the wave that our model was captured for under the ticket.
+        fragment: send the reference of this fragment.
     """
 
     key: Hashable
@@ -112,6 +117,8 @@ class Answer(Effect, frozen=True):
     in_order: bool = False
     pieces: Pieces | None = None
     receiver: tuple[int, tuple[int, ...]] | None = None
+    share: tuple[int, int] | None = None
+    fragment: int | None = None
 
 
 class Keep(Effect, frozen=True):
@@ -132,6 +139,50 @@ class Capture(Effect, frozen=True):
     ticket: int
     saved: bool = False
     fragment: int = WHOLE
+
+
+class EncodeWave(Effect, frozen=True):
+    """Encode the difference of the captured model to the reference, for each shard; WaveEncoded follows.
+
+    Attributes:
+        ticket: of the captured model, later also of the wave.
+        number: of the wave.
+        members: ranks of its members, each the owner of one shard.
+        founds: if this peer has no reference, its captured model becomes one.
+    """
+
+    ticket: int
+    number: int
+    members: tuple[int, ...]
+    founds: bool
+
+
+class AverageShard(Effect, frozen=True):
+    """Average the codes of our shard, our own included, and encode the mean; ShardAveraged follows.
+
+    Attributes:
+        ticket: of the wave.
+        codes: the tickets under which those of others are kept, by rank. They are released.
+    """
+
+    ticket: int
+    codes: tuple[tuple[int, int], ...]
+
+
+class EndWave(Effect, frozen=True):
+    """Take in what a wave has brought; WaveEnded follows. The captured model becomes what ApplyWave writes.
+
+    Attributes:
+        ticket: of the wave.
+        shares: the tickets of the replies that brought means of shards, by owner.
+        with_own: whether the mean of our own shard counts.
+        reference: ticket of the reply that brought a later reference, which replaces ours; None: none.
+    """
+
+    ticket: int
+    shares: tuple[tuple[int, int], ...] = ()
+    with_own: bool = False
+    reference: int | None = None
 
 
 class Merge(Effect, frozen=True):

@@ -30,7 +30,10 @@ Received          when a request arrives                       by its message: s
 Replied, Failed   after Send                                   the part that sent the request
 Answered          after Answer                                 peer/serving, barrier, waves, exchange
 Mixed, Poisoned   after Mix, Adopt and ApplyWave               the part that requested it
-Merged            after Merge                                  peer/wave, hub
+Merged            after Merge                                  peer/last_wave, hub
+WaveEncoded       after EncodeWave                             peer/waves
+ShardAveraged     after AverageShard                           peer/waves
+WaveEnded         after EndWave                                peer/waves
 TimerFired        after SetTimer                               the part that set the timer
 Woke              before the first event after a sleep         peer/membership
 ================  ===========================================  =================================================
@@ -292,6 +295,42 @@ class Merged(Event, frozen=True):
     ticket: int
     into: int
     sound: bool
+
+
+class WaveEncoded(Event, frozen=True):
+    """The codes of a wave are encoded.
+
+    Attributes:
+        ticket: of the wave.
+        reference: from which they are measured; (0, 0): this peer has none, and there are no codes.
+    """
+
+    ticket: int
+    reference: tuple[int, int]
+
+
+class ShardAveraged(Event, frozen=True):
+    """The mean of our shard's codes is encoded.
+
+    Attributes:
+        ticket: of the wave.
+        counted: ranks of the members whose codes are in it; without those of which a code held NaN or Inf.
+    """
+
+    ticket: int
+    counted: tuple[int, ...]
+
+
+class WaveEnded(Event, frozen=True):
+    """A wave is taken into the reference and into the captured model.
+
+    Attributes:
+        ticket: of the wave.
+        poisoned: owners whose mean held NaN or Inf, and was left out, or the peer whose reference did.
+    """
+
+    ticket: int
+    poisoned: tuple[int, ...]
 
 
 class TimerFired(Event, frozen=True):

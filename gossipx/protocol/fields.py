@@ -113,6 +113,9 @@ ReportedFigure: TypeAlias = Line | Whole | float | bool | None
 Report = Annotated[dict[Line, ReportedFigure | list[ReportedFigure]], at_most(MAX_FIGURES), printable_text]
 Sections = Annotated[tuple[Count, ...], at_most(MAX_SECTIONS)]
 """One number for each section of a model."""
+Reference = tuple[Count, Count]
+"""Identifies a reference of waves: the number of means of shards that it has taken in, and its checksum. Of two that
+differ, the greater one is the later."""
 Setting: TypeAlias = Whole | float | Annotated[tuple[Whole | float, ...], at_most(MAX_SETTING, 1)]
 """A setting of an optimizer: a number, or several, such as Adam's betas."""
 Groups = Annotated[tuple[Annotated[dict[Line, Setting], at_most(MAX_GROUP)], ...], at_most(MAX_GROUPS), printable_text]

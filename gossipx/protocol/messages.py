@@ -10,7 +10,9 @@ Terms:
 - *pull*: a peer requests another peer's model and mixes it into its own.
 - *push*: a peer offers its model to another peer, which fetches and mixes it. *Pair* (push-pull): both peers fetch each
   other's model. Both take several requests, identified by the initiator's incarnation and a number.
-- *wave*: in several rounds of pairwise averaging, all peers get the mean of their models.
+- *wave*: all peers get the mean of their models. In the finish it takes several rounds of pairwise averaging. Before,
+  it is a mean of *codes*: of what each peer's model has moved from the *reference*, a model that all of them hold. Each
+  peer is the *owner* of one shard of the model, whose codes it averages.
 - *hub*: a peer that holds the *centre* of elastic averaging, a model that moves towards the workers' models.
 - *incarnation*: a number of a peer's process; a restarted peer has another one.
 - *section*: the part of a model with one dtype.
@@ -28,7 +30,10 @@ PushRequest        peer/pushes, to start an exchange           peer/pushes of th
 PairRequest        peer/pairs, to start an exchange            peer/pairs of the chosen peer
 TakeRequest        peer/offers, peer/pairs: either side        peer/pushes, peer/pairs: the other side
 SettleRequest      peer/offers, the acceptor of an exchange    peer/pushes, peer/pairs of its initiator
-RoundRequest       peer/wave, every member of a wave           peer/stages, peer/wave of the partner in that round
+ShardRequest       peer/waves, every member of a wave          peer/waves, the owner of a shard
+ShareRequest       peer/waves, whose owner did not answer      peer/waves, another member of the wave
+ReferenceRequest   peer/waves, whose reference is outdated     peer/waves, any peer with a later one
+RoundRequest       peer/last_wave, every peer at the finish    peer/stages, peer/last_wave of the partner in the round
 ElasticRequest     hub, a worker whose policy fires            hub
 CentreRequest      hub, every peer at the finish               hub
 FinalRequest       peer/agreement, whose final model differs   peer/agreement, a peer with the chosen final model
@@ -36,7 +41,10 @@ ArriveRequest      peer/barrier at each stage; as a probe,     peer/barrier and 
                    peer/training and server/mode
 LeaveRequest       peer/stages, a peer that leaves             peer/role, every other peer
 ModelReply         in reply to requests for a model            the module that sent the request
-HereReply          peer/role, to Arrive and Leave; peer/wave   peer/barrier, peer/waves
+ShareReply         peer/waves, the mean of a shard's codes     peer/waves
+ReferenceReply     peer/waves                                  peer/waves
+OutdatedReply      peer/waves, to one of another reference     peer/waves
+HereReply          peer/role, to Arrive, Leave; peer/last_wave peer/barrier, peer/waves
 AcceptReply        peer/offers; server/, to say yes            the module that sent the request
 BusyReply          peer/serving, offers; server/, to say no    the module that sent the request, which retries or
                                                                chooses another peer
@@ -69,21 +77,15 @@ class Stage(enum.IntEnum):
 
 WHOLE = 0
 """The number of the fragment that is the whole of what exchanges move."""
-LAST_WAVE = 2**63 - 1
-"""The number of the wave at the end of a run, the finish; above the numbers of all waves during training."""
+NO_REFERENCE = (0, 0)
+"""The reference of a peer that has none; below all others."""
 MAX_WAVE = 2**32
-"""The highest number of a wave during training, enough for one wave per millisecond for 50 days.
+"""The highest number of a wave, enough for one wave per millisecond for 50 days.
 
 Messages with a higher number are malformed, so a faulty peer cannot exhaust the numbers.
 """
 
-
-def _is_wave(wave: int) -> None:
-    if MAX_WAVE < wave < LAST_WAVE:
-        raise ValueError(f"is neither a number up to {MAX_WAVE} nor that of the last wave")
-
-
-AnyWave = Annotated[int, fields.between(1, LAST_WAVE), _is_wave]
+TrainingWave = Annotated[int, fields.between(1, MAX_WAVE)]
 PastWave = Annotated[int, fields.between(0, MAX_WAVE)]
 
 
@@ -126,8 +128,8 @@ class ModelReply(Reply, frozen=True):
 
     Attributes:
         step: number of iterations that this model has been trained for.
-        weight: above 0. In a wave: the number of models of which this one is the mean. In a push: the push-sum weight
-            that goes to the receiver. Else 1.
+        weight: above 0. In the finish: the number of models of which this one is the mean. In a push: the push-sum
+            weight that goes to the receiver. Else 1.
         bases: if models have a codec: for each section, the checksum of the base to which the encoded difference must
             be added; 0: the values are not encoded; 1: they are encoded without a base.
         sizes: if models have a codec: for each section, its size in the payload in bytes, without the module's buffers.
@@ -137,6 +139,47 @@ class ModelReply(Reply, frozen=True):
     weight: fields.Weight = 1.0
     bases: fields.Sections = ()
     sizes: fields.Sections = ()
+
+
+@fields.kind(30, fields.MAX_METADATA, fields.MAX_MODEL)
+class ShareReply(Reply, frozen=True):
+    """The mean of a shard's codes, as its owner has encoded it; its bytes are the payload.
+
+    Attributes:
+        counted: ranks of the members whose codes are in the mean.
+        sizes: for each section, the size of the encoded mean in bytes; the mean of the module's buffers follows it.
+    """
+
+    counted: fields.Ranks
+    sizes: fields.Sections
+
+
+@fields.kind(31)
+class OutdatedReply(Reply, frozen=True):
+    """Refuses a code that changes another reference than the owner's, which is the later one.
+
+    Attributes:
+        reference: of the sender of this reply.
+    """
+
+    reference: fields.Reference
+
+
+@fields.kind(38, fields.MAX_METADATA, fields.MAX_MODEL)
+class ReferenceReply(Reply, frozen=True):
+    """A reference; its bytes are the payload.
+
+    Attributes:
+        reference: which.
+        follows: whether it has come from the requester's reference; if not, the two have diverged.
+        wave: the last wave in which a code of the requester was counted, 0: none is known.
+        counted: owners of the shards for which it was counted there.
+    """
+
+    reference: fields.Reference
+    follows: bool = False
+    wave: PastWave = 0
+    counted: fields.Ranks = ()
 
 
 class PeerProgress(fields.Message, frozen=True):
@@ -169,8 +212,8 @@ class PeerProgress(fields.Message, frozen=True):
 class HereReply(Reply, PeerProgress, frozen=True):
     """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the same fields of the replying peer.
 
-    It also answers a :class:`RoundRequest` in a round in which the receiver gets a model but gives none, and one that
-    reaches a peer whose training is over.
+    It also answers a :class:`RoundRequest` in a round in which the receiver gets a model but gives none, and a
+    :class:`ShardRequest` that reaches a peer whose training is over.
     """
 
 
@@ -200,24 +243,77 @@ class PullRequest(Request, frozen=True):
     fragment: fields.Count = WHOLE
 
 
-@fields.kind(18, fields.MAX_METADATA, answers=(ModelReply, HereReply, NotReadyReply))
-class RoundRequest(Request, frozen=True):
-    """Requests the partner's model in one round of a wave; the receiver joins the wave if it has not.
+# --- waves --------------------------------------------------------------------------------------
+
+
+@fields.kind(46, fields.MAX_METADATA, fields.MAX_MODEL, answers=(ShareReply, OutdatedReply, HereReply, NotReadyReply))
+class ShardRequest(Request, frozen=True):
+    """Uploads the sender's code of the receiver's shard, and requests the mean of all codes of that shard.
+
+    A receiver that is not in the wave joins it. It replies once it has the mean.
 
     Attributes:
-        wave: number of the wave, from 1 to :data:`MAX_WAVE`; :data:`LAST_WAVE` is the finish.
-        round: number of the round, from 0.
-        members: ranks of the peers that take part, ascending; both partners must have the same.
+        wave: number of the wave, from 1.
+        members: ranks of the peers that take part, ascending; each is the owner of one shard.
         fragment: the part of the model that the wave averages, as its number implies.
-        bases: if models have a codec: for each section, the checksum of the result of the sender's last wave, from
-            which its average is encoded. Empty: its average is not encoded.
+        reference: of the sender, from which its code is measured.
+        sizes: for each section, the size of the code in bytes; the module's buffers follow it.
+        patience: seconds that the sender waits.
     """
 
-    wave: AnyWave
+    wave: TrainingWave
+    members: fields.Ranks
+    fragment: fields.Count
+    reference: fields.Reference
+    sizes: fields.Sections
+    patience: fields.Seconds
+
+
+@fields.kind(47, fields.MAX_METADATA, answers=(ShareReply, NotReadyReply))
+class ShareRequest(Request, frozen=True):
+    """Requests the mean of a shard's codes from a member that is not its owner.
+
+    Attributes:
+        wave, members, fragment: as in :class:`ShardRequest`.
+        owner: rank of the shard's owner.
+    """
+
+    wave: TrainingWave
+    members: fields.Ranks
+    fragment: fields.Count
+    owner: fields.Rank
+
+
+@fields.kind(51, answers=(ReferenceReply, NotReadyReply))
+class ReferenceRequest(Request, frozen=True):
+    """Requests the receiver's reference.
+
+    Attributes:
+        fragment: the part of the model that it is a reference of.
+        reference: of the sender; :data:`NO_REFERENCE`: it has none.
+        before: its reference before the last wave that it took in.
+        wave: the number of that wave, 0: none.
+        taken: owners whose means it took in there, which may be fewer than others did.
+    """
+
+    fragment: fields.Count
+    reference: fields.Reference = NO_REFERENCE
+    before: fields.Reference = NO_REFERENCE
+    wave: PastWave = 0
+    taken: fields.Ranks = ()
+
+
+@fields.kind(18, fields.MAX_METADATA, answers=(ModelReply, HereReply, NotReadyReply))
+class RoundRequest(Request, frozen=True):
+    """Requests the partner's model in one round of the finish.
+
+    Attributes:
+        round: number of the round, from 0.
+        members: ranks of the peers that take part, ascending; both partners must have the same.
+    """
+
     round: fields.Count
     members: fields.Ranks
-    fragment: fields.Count = WHOLE
-    bases: fields.Sections = ()
 
 
 # --- exchanges ----------------------------------------------------------------------------------
@@ -344,6 +440,8 @@ class LeaveRequest(Request, frozen=True):
 
 ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
 """Requests that belong to a push or a pair, an exchange of several requests."""
+WaveRequest = ShardRequest | ShareRequest | ReferenceRequest
+"""Requests of waves."""
 ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest | FinalRequest
 """Requests that are answered with a model."""
 
@@ -351,6 +449,8 @@ ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | Elast
 def fragment_of(request: Request) -> int:
     """Return the fragment of the model that a request is about."""
     match request:
-        case PullRequest() | PushRequest() | PairRequest() | TakeRequest() | RoundRequest():
+        case PullRequest() | PushRequest() | PairRequest() | TakeRequest():
+            return request.fragment
+        case ShardRequest() | ShareRequest() | ReferenceRequest():
             return request.fragment
     return WHOLE

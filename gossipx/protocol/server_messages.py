@@ -228,7 +228,7 @@ class PlaceRequest(messages.Request, frozen=True):
 
 ServerRequest = GradientRequest | TablesRequest | SwitchRequest
 """Requests to a server."""
-CarryingRequest = messages.ElasticRequest | GradientRequest
+CarryingRequest = messages.ElasticRequest | messages.ShardRequest | GradientRequest
 """Requests whose payload is a model or a part of one."""
-CarryingReply = messages.ModelReply | TablesReply
+CarryingReply = messages.ModelReply | messages.ShareReply | messages.ReferenceReply | TablesReply
 """Replies whose payload is a model or a part of one."""

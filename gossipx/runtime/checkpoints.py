@@ -245,7 +245,7 @@ class Checkpoints:
 
 
 MODEL, OPTIMIZER, RANDOM, PEER, DRIFT, OUTER, HUB = "model", "optimizer", "random", "peer", "drift", "outer", "hub"
-TABLES = "tables"
+TABLES, WAVES = "tables", "waves"
 """Names of the parts of a checkpoint; ``tables`` is a worker's state towards a parameter server."""
 SCRIPT = "script."
 """Prefix of the names of parts that the training script adds, so that they cannot collide with the names above."""
@@ -349,6 +349,8 @@ class TrainingState:
                 parts[DRIFT] = pack(driver.captures.reference.vectors(), DRIFT)
             if outers := [fragment.outer.vectors() for fragment in arena.fragments if fragment.outer is not None]:
                 parts[OUTER] = pack(outers, OUTER)
+            if waves := [codec.state_dict() for codec in driver.waves.codecs.values()]:
+                parts[WAVES] = pack(waves, WAVES)
             if (centre := self._centre) is not None and (held := driver.captures.hold(centre.ticket)) is not None:
                 with contextlib.ExitStack() as after:
                     after.callback(held.release)
@@ -397,6 +399,9 @@ class TrainingState:
             for fragment, vectors in zip(driver.arena.fragments, unpack(checkpoint.parts[OUTER]), strict=True):
                 if fragment.outer is not None:
                     fragment.outer.load(vectors)
+        if WAVES in checkpoint.parts:
+            for codec, state in zip(driver.waves.codecs.values(), unpack(checkpoint.parts[WAVES]), strict=True):
+                codec.load_state_dict(state)
         if (centre := self._centre) is not None and HUB in checkpoint.parts:
             hub = unpack(checkpoint.parts[HUB])
             centre.load_state_dict(hub)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
-from gossipx.compression import Coded
 from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError, ProtocolError
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
@@ -178,7 +177,6 @@ class SimPeer(BasePeer):
         arena: that of the module.
         table_store: the tables of the module in a run with a parameter server; ``gradient_step`` then only computes
             gradients.
-        codec: of models; None: they are sent as raw values.
 
     Attributes:
         driver: carries out what the role decides.
@@ -194,7 +192,6 @@ class SimPeer(BasePeer):
         compute: Callable[[], float],
         arena: ParameterArena,
         table_store: TableStore | None = None,
-        codec: Coded | None = None,
     ):
         super().__init__(role, iterations, compute)
         self.module = module
@@ -203,7 +200,6 @@ class SimPeer(BasePeer):
         clock = VirtualClock(lambda: self.world.now, self.later, lambda: self.paused_seconds)
         self.driver = SimDriver(role, self.arena, clock, self.warn)
         self.driver.tables.store = table_store
-        self.driver.models.codec = codec
         self.changed: Callable[[memoryview], memoryview] = lambda model: model
         self._gradient_step = gradient_step
         self._lacks_since: float | None = None  # since when training waits for tables
@@ -220,11 +216,6 @@ class SimPeer(BasePeer):
     def reason(self) -> str | None:
         return None if self.driver.error is None else str(self.driver.error)
 
-    @property
-    def codec(self) -> Coded | None:
-        """The codec of models; None: models are sent as raw values."""
-        return self.driver.models.codec
-
     def weights(self) -> Tensor:
         """Return all trained values as one float64 vector."""
         parts = [section.values[: section.trainable].double() for section in self.arena.sections]
@@ -240,7 +231,7 @@ class SimPeer(BasePeer):
         self.driver.handle(event)
 
     def connect(self) -> Endpoint:
-        comm = SimComm(self, self.driver.models.sink_for, self._received, lambda model: self.changed(model))
+        comm = SimComm(self, self.driver.sink_for, self._received, lambda model: self.changed(model))
         self.driver.comm = comm  # type: ignore[assignment]  # has the methods that a driver calls
         return comm.endpoint
 

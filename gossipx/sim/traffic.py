@@ -76,16 +76,15 @@ class Sizes:
     def model(self, request: messages.Request, whole_model: bool) -> int:
         """Return the bytes of the model that answers a request, or that it carries.
 
-        The first model of a peer and those of the finish are sent without a codec. In a round of a wave with a codec, a
-        peer passes on the encoded changes of all models that it has averaged, twice as many in each round.
+        The first model of a peer, a reference and the models of the finish are sent without a codec.
         """
         raw = self.whole if whole_model else self.raw[messages.fragment_of(request)]
         match request:
-            case messages.RoundRequest(wave, number, members) if wave != messages.LAST_WAVE and self.encoded != 1:
-                return round(raw * self.encoded) * min(1 << number, len(members))
-            case messages.RoundRequest(wave=wave) if wave == messages.LAST_WAVE:
-                return raw
+            case messages.ShardRequest() | messages.ShareRequest():
+                return round(raw * self.encoded / len(request.members))
             case messages.InitialRequest() | messages.FinalRequest() | messages.CentreRequest():
+                return raw
+            case messages.RoundRequest() | messages.ReferenceRequest():
                 return raw
         return round(raw * self.encoded)
 
@@ -143,7 +142,7 @@ class TrafficPeer(BasePeer):
         self._timers = VirtualTimers(self.later, lambda name: self.handle(events.TimerFired(name)), float)
         self._captured: dict[int, int] = {}  # by ticket, the iterations of the captured model
         self._received: dict[int, _Received] = {}
-        self._merged: dict[int, list[Retrieval]] = {}
+        self._waves_began: dict[int, float] = {}  # by ticket
         self._cancels: dict[int, Callable[[], None]] = {}
         self._received_at: dict[messages.Stage, int] = {}
         self._lacks: set[Where] = set()  # buckets that training must have before it uses them
@@ -260,7 +259,7 @@ class TrafficPeer(BasePeer):
 
     def _send(self, send: effects.Send) -> None:
         request, nbytes, began = send.request, 0, self.world.now
-        if isinstance(request, messages.ElasticRequest):
+        if isinstance(request, messages.ElasticRequest | messages.ShardRequest):
             nbytes = self._sizes.model(request, False)
         elif isinstance(request, server_messages.GradientRequest):
             nbytes = self._sizes.bucket((request.shard, request.bucket)).pushed
@@ -284,7 +283,7 @@ class TrafficPeer(BasePeer):
             stop()
 
     def _arrived(self, sender: Endpoint, key: Hashable, request: messages.Request, content: Any) -> None:
-        if isinstance(request, messages.ModelRequest | server_messages.TablesRequest):
+        if isinstance(request, messages.ModelRequest | messages.WaveRequest | server_messages.TablesRequest):
             self._requests[key] = request
         self.later(self.world.now, lambda: self.handle(events.Received(sender.rank, key, request)))
 
@@ -301,6 +300,9 @@ class TrafficPeer(BasePeer):
             reply = msgspec.structs.replace(reply, step=step)
             assert request is not None
             nbytes = self._sizes.model(request, answer.whole_model)
+        elif isinstance(reply, messages.ShareReply | messages.ReferenceReply):
+            assert request is not None
+            nbytes = self._sizes.model(request, False)
         elif isinstance(reply, server_messages.TablesReply) and answer.tables is not None:
             bucket = self._sizes.bucket((answer.tables.shard, answer.tables.bucket))
             # A worker's first pull and its last follow no push, and bring plain values.
@@ -328,16 +330,24 @@ class TrafficPeer(BasePeer):
         self.handle(events.Mixed(mix.ticket))
 
     def _merge(self, merge: effects.Merge) -> None:
-        received = self._received.pop(merge.ticket, None)
-        if received is not None and isinstance(received.request, messages.RoundRequest):
-            self._merged.setdefault(merge.into, []).append(self._retrieval(received))
+        self._received.pop(merge.ticket, None)
         self.handle(events.Merged(merge.ticket, merge.into, True))
+
+    def _encode_wave(self, encode: effects.EncodeWave) -> None:
+        self._waves_began[encode.ticket] = self.world.now
+        self.later(self.world.now, lambda: self.handle(events.WaveEncoded(encode.ticket, (1, 0))))
+
+    def _average_shard(self, average: effects.AverageShard) -> None:
+        counted = tuple(sorted([self.role.rank, *(rank for rank, _ in average.codes)]))
+        self.later(self.world.now, lambda: self.handle(events.ShardAveraged(average.ticket, counted)))
+
+    def _end_wave(self, end: effects.EndWave) -> None:
+        self.later(self.world.now, lambda: self.handle(events.WaveEnded(end.ticket, ())))
 
     def _apply_wave(self, apply: effects.ApplyWave) -> None:
         self._captured.pop(apply.ticket, None)
-        for retrieval in self._merged.pop(apply.ticket, []):
-            if self.role.stage is messages.Stage.TRAIN:
-                self.on_retrieval(retrieval)
+        if (began := self._waves_began.pop(apply.ticket, None)) is not None:
+            self.on_retrieval(Retrieval(self.world.now - began, 0, None, None))
         self.handle(events.Mixed(apply.ticket))
 
     def _adopt(self, adopt: effects.Adopt) -> None:
@@ -349,7 +359,7 @@ class TrafficPeer(BasePeer):
     def _forget(self, forget: effects.Forget) -> None:
         self._captured.pop(forget.ticket, None)
         self._received.pop(forget.ticket, None)
-        self._merged.pop(forget.ticket, None)
+        self._waves_began.pop(forget.ticket, None)
         self._fetching.pop(forget.ticket, None)
 
     # --- everything else ----------------------------------------------------------------------------
@@ -394,6 +404,9 @@ _CARRY_OUT: dict[type, Callable[[TrafficPeer, Any], None]] = {
     effects.Capture: TrafficPeer._capture,
     effects.Mix: TrafficPeer._mix,
     effects.Merge: TrafficPeer._merge,
+    effects.EncodeWave: TrafficPeer._encode_wave,
+    effects.AverageShard: TrafficPeer._average_shard,
+    effects.EndWave: TrafficPeer._end_wave,
     effects.ApplyWave: TrafficPeer._apply_wave,
     effects.Adopt: TrafficPeer._adopt,
     effects.Forget: TrafficPeer._forget,

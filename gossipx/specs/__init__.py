@@ -70,11 +70,15 @@ def text(value: Any, name: str) -> str:
     return name + (":" + ",".join(parts) if parts else "")
 
 
-def suggest(word: str, known: Mapping[str, Any], least: float = 0.6) -> str:
-    """Return `` (did you mean 'x'?)`` if a word is known whose similarity, from 0 to 1, is ``least`` or more, or with
-    which this one ends after a ``_``, else an empty string."""
+LEAST = 0.6
+"""Similarity of a word that was probably meant."""
+
+
+def suggest(word: str, known: Mapping[str, Any], least: float = LEAST) -> str:
+    """Return `` (did you mean 'x'?)`` if a word is known whose similarity, from 0 to 1, is ``least`` or more, else an
+    empty string. With the default, a word with which this one ends after a ``_`` will do."""
     near = difflib.get_close_matches(word[:100], list(known), n=1, cutoff=least)
-    near = near or [one for one in known if word.endswith(f"_{one}")]
+    near = near or [one for one in known if word.endswith(f"_{one}") and least <= LEAST]
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

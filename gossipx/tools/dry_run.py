@@ -28,7 +28,7 @@ from gossipx.launch.world.launchers import LaunchWorld, check_world_size
 from gossipx.model import layout
 from gossipx.runtime.figures.reporting import codec_of
 from gossipx.server.plan import server_ranks
-from gossipx.settings.modes import Elastic, Server, Waves
+from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.scenario import MOST_PEERS, Churn, Compute, NetworkSettings, Scenario, Simulation
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.sim import World, traces
@@ -359,13 +359,11 @@ def _simulated(
     while world.advance(EVENTS):
         pass
     retrievals = [peer.role.sync.retrievals for peer in world.peers.values() if peer.role.trains]
-    # Models that all peers together retrieve while each makes one exchange.
-    per_exchange = _models_in_wave(size) if isinstance(mode, Waves) else len(retrievals)
-    return sum(retrievals) / max(per_exchange, 1), network.sent * larger
+    return sum(retrievals) / max(len(retrievals), 1), network.sent * larger
 
 
 def _models_in_wave(size: int) -> int:
-    """Return the models that all peers receive in one wave, such as the finish."""
+    """Return the models that all peers receive in the finish."""
     parts = [part_in_round(rank, number, size) for rank in range(size) for number in range(wave_rounds(size))]
     return sum(part is not None and part.receives for part in parts)
 

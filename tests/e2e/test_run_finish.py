@@ -29,14 +29,14 @@ with peer:
 BY_THEMSELVES = TEN_LINES.replace("optimizer)\n", "optimizer, peers=sys.argv[2], rank=int(sys.argv[3]))\n")
 
 ASLEEP = """
-from gossipx.peer.waves import Wave
+from gossipx.peer.last_wave import LastWave
 if peer.rank == 1:
-    requested = Wave.requested
+    requested = LastWave.requested
     def slept(*arguments):
         print("falls asleep", flush=True)
         strike(signal.SIGSTOP)
         return requested(*arguments)
-    Wave.requested = slept
+    LastWave.requested = slept
 with peer:
     train(peer, model, optimizer, 20)
 """

@@ -44,11 +44,10 @@ tell(peer, waves=waves, warm=warm, made=trained, held=len(peer._driver.captures)
 """
 
 
-@pytest.mark.parametrize("codec", ["none", "topk2:ratio=0.1", pytest.param("3lc", marks=pytest.mark.slow)])
-def test_after_each_blocking_wave_all_hold_the_same_bits(four: Folder, codec: str) -> None:
+def test_after_each_blocking_wave_all_hold_the_same_bits(four: Folder) -> None:
     """At any progress, and with statistics too; only peers that have ended may miss the last waves."""
     script = four.script(WATCHED.replace("ITERATIONS", "100"))
-    options = ("--policy", "tau:10", "--exchange", "waves", "--codec", codec, "--blocking", "--iterations", "100")
+    options = ("--policy", "tau:10", "--exchange", "waves", "--blocking", "--iterations", "100")
     four.run(*options, script, four.path)
     told = [four.told(rank) for rank in range(4)]
     common = set.intersection(*(set(one["waves"]) for one in told))

@@ -122,21 +122,20 @@ def diloco(size: int, rounds: int, period: int, lr: float, momentum: float) -> t
     optimizer = torch.optim.SGD([theta], lr=lr, momentum=momentum, nesterov=momentum > 0)
     for _ in range(rounds):
         workers = [trained(theta.detach(), rank, period) for rank in range(size)]
-        while len(workers) > 1:  # the order of a wave's rounds: neighbours first, then pairs of pairs
-            workers = [(one + other) * 0.5 for one, other in zip(workers[::2], workers[1::2], strict=True)]
-        theta.grad = theta.detach() - workers[0]  # the outer gradient, line 12
+        theta.grad = theta.detach() - torch.stack(workers).mean(0)  # the outer gradient, line 12
         optimizer.step()
     return theta.detach()
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0), (0.5, 0.5)])
-@pytest.mark.parametrize("size", [2, 4])
-def test_waves_with_nesterov_are_diloco_bit_for_bit(size: int, lr: float, momentum: float):
-    """Without a coordinator: every peer computes the same θ from the same mean."""
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_waves_with_nesterov_are_diloco(size: int, lr: float, momentum: float):
+    """Without a coordinator: every peer computes the same θ, bit for bit."""
     period, rounds = 5, 4
     options = {"policy": f"tau:{period}", "iterations": period * rounds, "finish": "none", "blocking": True}
     across = f"nesterov:lr={lr},momentum={momentum}"
     made = ended(world(size, exchange="waves", across=across, **options), bound(size, period * rounds, waits=8))
     expected = diloco(size, rounds, period, lr, momentum)
-    for rank in range(size):
-        assert torch.equal(models(made, [rank])[0].float(), expected), f"peer {rank}"
+    for row in models(made).float():
+        assert torch.equal(row, models(made, [0])[0].float())
+        torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ from toy import SIZE, before, models
 from transcripts import LoggedWorld
 
 from gossipx.codecs.changes import FULL
-from gossipx.compression import ModelCodec, WaveCodec
+from gossipx.compression import ModelCodec
 from gossipx.sim import Network
 from gossipx.topology import Topology
 
@@ -28,20 +28,20 @@ INTO_ONE = Topology("into one", ((2,), (2,), (0,)))
 both_ways = pytest.mark.parametrize("blocking", [False, True])
 
 
-Delivered = list[tuple[ModelCodec | WaveCodec, int, bool]]
+Delivered = list[tuple[ModelCodec, int, bool]]
 
 
-def deliveries(monkeypatch: pytest.MonkeyPatch, kind: type[ModelCodec | WaveCodec]) -> Delivered:
-    """Return a list that records each model that is sent: its codec, its receiver (or wave), and whether in full."""
+def deliveries(monkeypatch: pytest.MonkeyPatch) -> Delivered:
+    """Return a list that records each model that is sent: its codec, its receiver, and whether in full."""
     told: Delivered = []
-    give = kind.give
+    give = ModelCodec.give
 
     def noted(self: Any, receiver: int, *rest: Any) -> Any:
         reply, source = give(self, receiver, *rest)
         told.append((self, receiver, FULL in reply.bases))
         return reply, source
 
-    monkeypatch.setattr(kind, "give", noted)
+    monkeypatch.setattr(ModelCodec, "give", noted)
     return told
 
 

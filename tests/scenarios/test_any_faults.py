@@ -18,8 +18,8 @@ PULLS = 5
 MODES = [
     *({}, {"exchange": "waves"}, {"mode": "push"}, {"mode": "push", "weights": "push-sum"}, {"mode": "pushpull"}),
     *({"fragments": 3}, {"fragments": 2, "mode": "push"}, {"fragments": 3, "mode": "pushpull"}),
-    *({"outer": "momentum:0.3"}, {"outer": "momentum:0.3", "mode": "pushpull"}),
-    *({"outer": "nesterov", "exchange": "waves"}, {"outer": "nesterov", "exchange": "waves", "fragments": 3}),
+    *({"across": "momentum:0.3"}, {"across": "momentum:0.3", "mode": "pushpull"}),
+    *({"across": "nesterov", "exchange": "waves"}, {"across": "nesterov", "exchange": "waves", "fragments": 3}),
 ]
 times = st.floats(0, 40, allow_nan=False)
 ranks = st.integers(0, 4)

@@ -175,4 +175,4 @@ def test_a_silent_partner_of_a_wave_is_waited_for_peer_timeout_where_models_are_
     for rank in (0, 2, 3):
         peer = made.peers[rank]
         assert peer.role.waves.lost >= 1 and peer.arena.step >= 30
-        assert peer.blocked_seconds < 1.6 * TIMEOUT, "two rounds, the second of which may end half of that later"
+        assert peer.blocked_seconds < 1.6 * TIMEOUT, "its code, and half of that for the mean that it owns"

@@ -11,7 +11,15 @@ from toy import SIZE, TIMEOUT, bound, ended, make, models, spread, until, world
 from transcripts import LoggedWorld, finish_bytes, trained_bytes
 
 from gossipx.protocol.events import JoinRun, Received, Restored
-from gossipx.protocol.messages import LAST_WAVE, NotReadyReply, PairRequest, PullRequest, PushRequest, RoundRequest
+from gossipx.protocol.messages import (
+    NotReadyReply,
+    PairRequest,
+    PullRequest,
+    PushRequest,
+    ReferenceRequest,
+    ShardRequest,
+    ShareRequest,
+)
 from gossipx.sim import Network, SimPeer
 
 K = 3
@@ -42,10 +50,11 @@ def test_all_fragments_come_round_and_the_finish_is_of_the_whole_model(mode: dic
     made = ended(world(4, policy="tau:2", iterations=30, blocking=blocking, **PARTS, **mode), bound(4, 30, waits=8))
     agree(made, [0, 1, 2, 3])
     nothing_left(made)
+    each = 6 * SIZE if "exchange" in mode else 4 * SIZE  # a wave of N moves 2 (N - 1) / N fragments
     for peer in made.peers.values():
         assert len(made.retrievals(peer.rank)) >= K
         received = trained_bytes(peer)
-        assert received and received % (4 * SIZE) == 0, "fragments of 64 bytes each"
+        assert received and received % each == 0, "fragments of 64 bytes each"
         assert finish_bytes(peer) == 2 * K * 4 * SIZE, "two rounds of whole models"
 
 
@@ -107,10 +116,11 @@ def test_a_fragment_whose_exchange_failed_is_next_again(mode: dict[str, Any]) ->
         ({}, lambda number: PullRequest(1, 5.0, fragment=number)),
         (PUSH, lambda number: PushRequest(1, 1, number)),
         (PAIRS, lambda number: PairRequest(1, 1, number)),
-        ({"exchange": "waves"}, lambda number: RoundRequest(1, 0, (0, 1), number)),
-        ({"exchange": "waves"}, lambda number: RoundRequest(LAST_WAVE, 0, (0, 1), number or 1)),
+        ({"exchange": "waves"}, lambda number: ShardRequest(1, (0, 1), number, (1, 1), (), 5.0)),
+        ({"exchange": "waves"}, lambda number: ShareRequest(1, (0, 1), number, 0)),
+        ({"exchange": "waves"}, lambda number: ReferenceRequest(number, (1, 1))),
     ],
-    ids=["pull", "push", "pushpull", "wave", "finish"],
+    ids=["pull", "push", "pushpull", "shard", "share", "reference"],
 )
 def test_another_fragment_than_the_runs_is_refused(mode: dict[str, Any], request_: Any, fragment: int) -> None:
     role = make(0, 2, **PARTS, **mode).role
@@ -137,9 +147,9 @@ def test_a_run_that_resumes_continues_in_turn() -> None:
 
 def test_the_first_reference_of_a_fragment_is_that_part_of_the_initial_model() -> None:
     peer = make(0, 2, codec="3lc", **PARTS)
-    assert peer.codec is not None
+    assert peer.driver.models.codec is not None
     for fragment, values in enumerate(peer.weights().split(SIZE), 1):
-        (begun,) = peer.codec.of(fragment)._begun or ()
+        (begun,) = peer.driver.models.codec.of(fragment)._begun or ()
         assert torch.equal(begun.double(), values)
 
 

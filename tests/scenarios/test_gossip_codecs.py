@@ -1,31 +1,29 @@
 """Gossip with codecs, in virtual time, despite faults.
 
-Pulls carry differences to a model that both ends have; after each wave of changes all peers agree.
+Pulls carry differences to a model that both ends have; waves average differences to a reference of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from encoded import SPECS, normal
+from encoded import SPECS, framed, normal
 from modes import Delivered, deliveries
 from seeds import some
 from torch import Tensor, nn
-from toy import ITERATIONS, SIZE, TIMEOUT, Point, before, bound, ended, maker, models, spread, until, world
-from transcripts import LoggedWorld
+from toy import ITERATIONS, SIZE, TIMEOUT, Point, before, bound, ended, maker, models, sgd, spread, until, world
+from transcripts import LoggedWorld, trained_bytes
 
 from gossipx import codecs
-from gossipx.codecs import decode, encoder
 from gossipx.codecs.changes import FULL
-from gossipx.compression import ModelCodec, WaveCodec
-from gossipx.errors import LocalFaultError, ProtocolError
+from gossipx.compression import ModelCodec
+from gossipx.errors import ProtocolError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
-from gossipx.protocol.messages import ModelReply, RoundRequest
+from gossipx.protocol.messages import ModelReply, ShardRequest
 from gossipx.sim import Network, SimPeer
 
 GOSSIP = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]
@@ -38,7 +36,7 @@ def run(**options: Any) -> LoggedWorld:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Delivered:
-    return deliveries(monkeypatch, ModelCodec)
+    return deliveries(monkeypatch)
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
@@ -68,7 +66,11 @@ def test_models_without_references(spec: str) -> None:
     """Without references: no peer keeps the model of another."""
     made, plain = run(codec=spec, references=0), run()
     assert float((before(made) - before(plain)).abs().max()) < 0.5
-    assert all(not peer.codec.of(0)._taken for peer in made.peers.values() if peer.codec is not None)
+    assert all(
+        not peer.driver.models.codec.of(0)._taken
+        for peer in made.peers.values()
+        if peer.driver.models.codec is not None
+    )
 
 
 @pytest.mark.parametrize("network", [Network(delay=0.01, loss=0.05), Network(delay=0.2, jitter=0.5, repeat=0.2)])
@@ -94,7 +96,11 @@ def test_a_late_or_restarted_peer_first_sends_and_receives_models_in_full(again:
     made.at(9.1, lambda: before.append(len(given)))
     ended(made, 1000.0)
     assert made.fired["crash"] and made.fired["restart"]
-    ranks = {peer.codec.of(0): rank for rank, peer in made.peers.items() if peer.codec is not None}
+    ranks = {
+        peer.driver.models.codec.of(0): rank
+        for rank, peer in made.peers.items()
+        if peer.driver.models.codec is not None
+    }
     first: dict[tuple[int, int], bool] = {}
     for sender, receiver, is_whole in given[before[0] :]:
         if sender in ranks:  # the surviving peers
@@ -316,149 +322,108 @@ def test_a_model_that_was_not_finite_does_no_lasting_harm() -> None:
     assert bool(two.take(*two.give()).buffer.vectors[0].isfinite().all())
 
 
-# --- waves of changes ---------------------------------------------------------------------------------------------
+# --- waves --------------------------------------------------------------------------------------------------------
 
-TOPK2 = "topk2:ratio=0.2,chunk=8"
-WAVES = {"exchange": "waves", "codec": TOPK2, "finish": "none"}
-
-
-@pytest.fixture
-def coded(monkeypatch: pytest.MonkeyPatch) -> Delivered:
-    return deliveries(monkeypatch, WaveCodec)
+WAVES = {"exchange": "waves", "finish": "none"}
+LARGE = 4 * 1024
+"""Values of a model whose codes are much larger than their headers."""
 
 
-def sparse_loco(size: int, waves: int, period: int) -> Tensor:
-    """Return the model of SparseLoCo's Algorithm 1 with an outer learning rate of 1, written out.
-
-    θ ← θ − (1/N) Σ_r Q(β e_r + θ − y_r), where each y_r has trained from θ.
-    """
-    peers = [maker(rank, size)(0) for rank in range(size)]
-    coding = encoder(codecs.parse(TOPK2))
-    states = [coding.init(torch.zeros(SIZE), rank) for rank in range(size)]
-    theta = maker(0, size)(0).weights().float()
-    for _ in range(waves):
-        total = torch.zeros(SIZE)
-        for rank, peer in enumerate(peers):
-            with torch.no_grad():
-                peer.module.x.copy_(theta)
-            for _ in range(period):
-                peer._gradient_step(peer)
-            frame, states[rank] = coding.encode(theta - peer.module.x.detach(), states[rank])
-            total += decode(frame)
-        theta = theta - total / size
-    return theta
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_a_wave_is_a_step_of_sparse_loco(size: int, coded: Delivered) -> None:
-    made = ended(world(size, policy="tau:4", blocking=True, iterations=12, **WAVES), bound(size, 12, waits=3))
-    rows = models(made)
-    assert all(torch.equal(rows[0], row) for row in rows)
-    torch.testing.assert_close(rows[0].float(), sparse_loco(size, 3, 4), rtol=1e-6, atol=1e-7)
-    assert coded and not any(is_whole for *_, is_whole in coded)
-
-
-@pytest.mark.parametrize("spec", some(GOSSIP[1:], *GOSSIP[1::4]))
-def test_every_codec_of_changes(spec: str, coded: Delivered) -> None:
-    made = ended(world(3, policy="tau:2", blocking=True, **{**WAVES, "codec": spec}), bound(3, waits=10))
-    rows = models(made)
-    assert bool(rows.isfinite().all()) and spread(rows) == 0
-    assert coded and not any(is_whole for *_, is_whole in coded)
+def references(made: LoggedWorld) -> list[Tensor]:
+    """Return the references of the waves, one of each fragment, which all peers must share bit for bit."""
+    of_peers = [[codec._reference[0] for codec in peer.driver.waves.codecs.values()] for peer in made.peers.values()]
+    for other in of_peers[1:]:
+        assert all(map(torch.equal, of_peers[0], other))
+    return of_peers[0]
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
-def test_training_goes_on_during_a_wave(fragments: int, coded: Delivered) -> None:
-    """A wave takes several steps, which are part of the next change; the finish is one of models."""
-    options = {**WAVES, "finish": "consensus", "fragments": fragments, "model_timeout": 4 * TIMEOUT}
-    made = ended(world(4, network=Network(bandwidth=2 * SIZE), policy="tau:5", **options), bound(4, waits=2))
-    assert coded and not any(is_whole for *_, is_whole in coded)
+@pytest.mark.parametrize("spec", some(GOSSIP, *GOSSIP[::4]))
+def test_every_codec_in_waves(spec: str, fragments: int) -> None:
+    """The rest stays in the models, or with owners of shards: the sum of both changes by training alone."""
+    own = torch.zeros(fragments * SIZE, dtype=torch.float64)
+
+    def step(peer: SimPeer) -> None:
+        was = peer.weights()
+        sgd(peer.module)
+        own.add_(peer.weights() - was)
+
+    options = {"policy": "tau:2", "codec": spec, "fragments": fragments, **WAVES}
+    made = ended(world(3, blocking=True, gradient_step=step, **options), bound(3, waits=3))
+    start, left = maker(0, 3, fragments=fragments)(0).weights(), torch.zeros_like(own)
+    for peer in made.peers.values():
+        assert peer.role.sync.retrievals == 10 and peer.role.waves.lost == 0
+        for codec, part in zip(peer.driver.waves.codecs.values(), left.split(SIZE), strict=True):
+            for piece, values in zip(*(codec._residual or ((), ())), strict=True):
+                part[piece.trained] += values
+    torch.testing.assert_close(models(made).mean(0) + left, start + own / 3, rtol=0, atol=1e-5)
+    assert len(references(made)) == fragments
+
+
+@pytest.mark.parametrize("spec", ["none", "fp16", "efsignsgd"])
+def test_a_wave_moves_each_code_of_a_shard_and_each_mean_once(spec: str) -> None:
+    """2 (N - 1) / N codes per peer; those of a shard are as long as the frame of its values."""
+    modules = {rank: {"module": Point(rank, LARGE)} for rank in range(4)}
+    made = ended(world(4, policy="tau:5", blocking=True, codec=spec, by_rank=modules, **WAVES), bound(4))
+    length = LARGE if spec == "none" else len(framed(spec, torch.randn(LARGE // 4)))
+    for peer in made.peers.values():
+        assert trained_bytes(peer) == 4 * 2 * 3 * length
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_training_goes_on_during_a_wave(fragments: int) -> None:
+    """A wave takes several steps, which are part of the next code; the finish is one of models."""
+    options = {**WAVES, "codec": "int8", "finish": "consensus", "fragments": fragments, "model_timeout": 4 * TIMEOUT}
+    made = ended(world(4, network=Network(bandwidth=8 * SIZE), policy="tau:5", **options), bound(4, waits=2))
+    assert min(peer.role.sync.retrievals for peer in made.peers.values()) > 1
+    references(made)
     assert spread(models(made)) < 1e-6
 
 
-def test_a_wave_without_one_partner_is_followed_by_one_of_whole_models(coded: Delivered) -> None:
-    """A crashed peer returns with the model of another: it has no reference, and all have the same one after a wave."""
-    options = {**WAVES, "policy": "tau:4", "iterations": 60, "blocking": True}
-    made = world(4, **options)
-    until(made, 2, "meets 3 in round 0 of wave 2")
-    made.crash(3, made.now)
-    made.start(3, maker(3, 4, **options), made.now + 5)
-    until(made, 3, "is TRAIN")
-    sent = len(coded)
-    ended(made, bound(4, 60, waits=8))
-    rows = models(made)
-    assert all(torch.equal(rows[0], row) for row in rows)
-    wholes = [is_whole for *_, is_whole in coded[sent:]]
-    assert any(wholes), "the peer that came back has no reference"
-    assert not any(wholes[-16:]), "later waves are encoded again"
+def test_peers_without_a_common_start_take_the_first_ones_reference() -> None:
+    """Nothing is averaged in the first wave; later ones bring the models together."""
+    options = {**WAVES, "codec": "int8", "init": "own", "policy": "tau:5", "blocking": True, "iterations": 30}
+    made = ended(world(4, **options), bound(4, 30, waits=2))
+    assert [peer.role.counts["references"] for peer in made.peers.values()] == [0, 1, 1, 1]
+    references(made)
+    assert spread(models(made)) < 0.1
 
 
-def test_different_references_become_equal(coded: Delivered) -> None:
-    """With models of their own at first, the first wave is one of whole models, and the next is not."""
-    options = {**WAVES, "init": "own", "policy": "tau:5", "blocking": True, "iterations": 10}
-    made = ended(world(4, **options), bound(4, 10, waits=2))
-    assert [is_whole for *_, is_whole in coded] == [True] * 8 + [False] * 8
-    assert spread(models(made)) == 0
-
-
-def test_a_restored_peer_forgets_the_wave_that_it_was_in(coded: Delivered) -> None:
-    """A change that was encoded for an abandoned wave is not lost: the error is as it was before."""
-    made = world(2, policy="tau:4", network=Network(bandwidth=2 * SIZE), peer_timeout=TIMEOUT, **WAVES)
-    until(made, 0, "meets 1 in round 0 of wave 1")
-    codec = made.peers[0].codec._waves[0]
-    assert not any(state.kept["error"].any() for state in codec._states)
-    made.crash(1, made.now)
-    ended(made, bound(2, waits=4))
-    assert not any(state.kept["error"].any() for state in codec._states), "no wave was completed"
-
-
-def test_a_model_with_nan_is_refused() -> None:
+@pytest.mark.parametrize("spec", ["none", "efsignsgd"])
+def test_a_model_with_nan_is_refused(spec: str) -> None:
     def step(peer: SimPeer) -> None:
         if peer.rank == 1:
             peer.module.x.data[0] = torch.nan
 
-    made = ended(world(4, policy="tau:4", gradient_step=step, **WAVES), bound(4, waits=5))
+    made = ended(world(4, policy="tau:4", gradient_step=step, codec=spec, **WAVES), bound(4, waits=5))
     assert models(made, [0, 2, 3]).isfinite().all()
     assert made.peers[1].arena.step == ITERATIONS
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda data: data[:5], "end within a header"),
-        (lambda data: data[:-1], "are malformed"),
-        (lambda data: data * 2, "are malformed"),
-        (lambda data: b"", "not of the same peers"),
-        (lambda data: b"\1" + data[1:], ""),
-    ],
-    ids=["cut in a header", "cut in a frame", "twice", "none", "of another rank"],
-)
-def test_malformed_changes_are_refused(change: Callable[[bytes], bytes], told: str) -> None:
-    arena = maker(0, 2)(0).arena
-    codec = WaveCodec(codecs.parse("int8"), arena, 0, 2)
-    codec.begin([torch.zeros(SIZE)])
-    codec.enter(1)
-    request = codec.prepared(RoundRequest(1, 0, (0, 1)))
-    reply, source = codec.give(1, request.bases, [torch.ones(SIZE)], ModelReply(5))
-    content = change(bytes(source.view))
-    reply = msgspec.structs.replace(reply, sizes=(len(content),))
-    if not told:
-        frames, (values, _) = codec.decoded(reply, memoryview(content))
-        assert list(frames) == [1] and values.cast("B") == memoryview(torch.ones(SIZE).numpy()).cast("B")
-        return
-    with pytest.raises(ProtocolError, match=told):
-        codec.decoded(reply, memoryview(content))
+@pytest.mark.parametrize("place", [0, 1, 20, -1], ids=["kind", "header", "values", "end"])
+def test_damaged_codes_and_means_are_left_out(place: int) -> None:
+    """A frame of a codec has a checksum of its own. Peer 1 sends only damaged ones."""
+
+    def damage(content: memoryview) -> memoryview:
+        damaged = memoryview(bytearray(content))
+        damaged[place] ^= 1
+        return damaged
+
+    made = until(world(3, policy="tau:4", codec="int8", **WAVES), 0, "step 2")
+    made.peers[1].changed = damage
+    ended(made, bound(3, waits=5))
+    assert made.lines(0, "averages")[0] == made.lines(2, "averages")[0] == "averages the codes of (0, 2)"
+    assert models(made).isfinite().all()
+    assert all(made.peers[rank].role.counts["poisoned"] >= 2 for rank in (0, 2)), "a code and a mean"
 
 
-def test_a_change_from_another_reference_is_refused() -> None:
-    one, other = (WaveCodec(codecs.parse("int8"), maker(rank, 2)(0).arena, rank, 2) for rank in range(2))
-    for codec, start in ((one, torch.zeros(SIZE)), (other, torch.ones(SIZE))):
-        codec.begin([start])
-        codec.enter(1)
-    bases = one.prepared(RoundRequest(1, 0, (0, 1))).bases
-    reply, source = one.give(1, bases, [torch.ones(SIZE)], ModelReply(5))
-    with pytest.raises(ProtocolError, match="a change from another model"):
-        other.decoded(reply, source.view)
-    reply, _ = one.give(1, other.prepared(RoundRequest(1, 0, (0, 1))).bases, [torch.ones(SIZE)], ModelReply(5))
-    assert reply.bases == (FULL,)
-    with pytest.raises(LocalFaultError, match="the wave is over"):
-        one.give(2, bases, [torch.ones(SIZE)], ModelReply(5))
+@pytest.mark.parametrize("spec", ["none", "int8"])
+def test_codes_of_impossible_sizes_are_refused(spec: str) -> None:
+    peer = maker(0, 2, codec=spec, **WAVES)(0)
+    longest = peer.driver.waves.codecs[0]._shard(0, 2)[0].longest
+    for sizes in ((), (longest + 1,), (longest, 1), *(((longest - 1,),) if spec == "none" else ())):
+        with pytest.raises(ProtocolError, match="does not fit"):
+            peer.driver.sink_for(1, ShardRequest(1, (0, 1), 0, (1, 1), sizes, TIMEOUT))
+    for sender, members, fragment in ((1, (1, 2), 0), (2, (0, 1), 0), (1, (0, 1), 7)):
+        with pytest.raises(ProtocolError, match="takes no part in"):
+            peer.driver.sink_for(sender, ShardRequest(1, members, fragment, (1, 1), (longest,), TIMEOUT))

@@ -67,7 +67,7 @@ def test_any_number_of_peers(size: int):
     assert made.now < 6 + TIMEOUT
     for peer in made.peers.values():
         assert peer.role.sync.retrievals == (2 if size > 1 else 0)
-        assert peer.role.waves.lost_at_end == 0
+        assert peer.role.finish.lost == 0
     most = max(len(made.lines(rank, "meets")) for rank in range(size))
     assert most == wave_rounds(size)  # who only sends in a round asks too, and so notices a partner that crashed
 

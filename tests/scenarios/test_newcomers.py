@@ -65,8 +65,8 @@ def test_a_newcomer_adopts_a_model_exchanges_and_ends_with_the_others_model(exch
     lists = [made.peers[rank].role.newcomers.listed for rank in range(3)]
     assert lists == [(JoinedPeer(2, "late", "late", PORT, 0),)] * 3
     verb = {"push": "pushes to", "pushpull": "asks"}.get(exchange.get("mode", ""), "pulls")
-    verb = "meets" if exchange.get("exchange") == "waves" else verb
-    asked = [line for rank in (0, 1) for line in made.lines(rank, f"{verb} 2") if not line.endswith("round 0")]
+    verb = "sends" if exchange.get("exchange") == "waves" else verb
+    asked = [line for rank in (0, 1) for line in made.lines(rank, f"{verb} 2")]
     assert len(asked) >= 2, "members of waves are all three, and each of the others draws it"
 
 
@@ -133,7 +133,7 @@ def test_a_partition_while_one_joins_heals(exchange: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("codec", ["3lc", "topk2:ratio=0.25"])
 def test_coded_waves_take_a_newcomer(codec: str) -> None:
-    """Frames of more peers than began the run fit what a peer expects."""
+    """The shards, and with them the sizes of codes, change with the members."""
     made = begun(2, exchange="waves", codec=codec)
     for number, at in enumerate((8.3, 15.3, 22.3)):
         joins(made, 2, f"late-{number}", at, exchange="waves", codec=codec)

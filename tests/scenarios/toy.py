@@ -124,26 +124,36 @@ def make(
     iterations = 0 if hub is not None and int(hub.hub) == rank and hub.hub_only else iterations
     module = module or Point(rank, SIZE * settings.get("fragments", 1))
     arena = ParameterArena(module, fragments=settings.get("fragments", 1))
-    coded = None if codec == "none" else _coded(codec, arena, role, mix, references, settings)
-    made = SimPeer(role, module, gradient_step, iterations, lambda: compute, arena, codec=coded)
-    if (rule := outer.outer_from(across)) is not None:
-        made.arena.use_outer(rule)
+    made = SimPeer(role, module, gradient_step, iterations, lambda: compute, arena)
+    _add_codecs(made, codec, across, mix, references, settings)
     if settings.get("init", "first") == "first":
         made.begin_codec()
     return made
+
+
+def _add_codecs(made: SimPeer, codec: str, across: str, mix: str, references: int, settings: dict[str, Any]) -> None:
+    rule, arena = outer.outer_from(across), made.arena
+    if settings.get("exchange") == "waves":
+        kind = None if codec == "none" else codecs.parse(codec)
+        nesterov = rule if isinstance(rule, outer.Nesterov) else None
+        for one in [fragment.number for fragment in arena.fragments]:
+            made.driver.waves.codecs[one] = WaveCodec(kind, arena, made.rank, nesterov, seed=made.rank, fragment=one)
+    elif codec != "none":
+        made.driver.models.codec = _coded(codec, arena, made.role, mix, references, settings)
+    if isinstance(rule, outer.Momentum):
+        arena.use_outer(rule)
 
 
 def _coded(
     codec: str, arena: ParameterArena, role: PeerRole, mix: str, references: int, settings: dict[str, Any]
 ) -> Coded:
     """Return the codec of a peer's models."""
-    kind, rank, peers = codecs.parse(codec), role.rank, role.members.size
     public = mixing.mixing_from(mix).uses_public_copies
     numbers = [fragment.number for fragment in arena.fragments]
-    if settings.get("exchange") == "waves":
-        return Coded([], waves=[WaveCodec(kind, arena, rank, peers, seed=rank, fragment=one) for one in numbers])
     in_pairs = public and settings.get("mode") == "pushpull"
-    one = functools.partial(ModelCodec, kind, arena, references, seed=rank, public=public and not in_pairs)
+    one = functools.partial(
+        ModelCodec, codecs.parse(codec), arena, references, seed=role.rank, public=public and not in_pairs
+    )
     return Coded([one(fragment=number) for number in numbers], in_pairs)
 
 

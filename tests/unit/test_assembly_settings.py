@@ -133,8 +133,9 @@ def test_runs_that_refuse_fragments(around: dict[str, Any], told: str) -> None:
         said = refused(fragments=fragments, **around)
         assert said.startswith(f"--fragments {fragments} {told}") and said.endswith("leave one out")
     effective(fragments=4, mode="push")
-    for given in ({}, {"mode": "pushpull"}, {"exchange": "waves"}, {"codec": "3lc"}):
-        effective(fragments=4, **MOMENTUM, **given)
+    nesterov = {"exchange": "waves", "codec": "efsignsgd", "outer": "nesterov:lr=0.8,momentum=0.4"}
+    for given in ({}, {"mode": "pushpull"}, {"exchange": "waves"}, {"codec": "3lc"}, nesterov):
+        effective(fragments=4, **{**MOMENTUM, **given})
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -206,7 +207,6 @@ WITHOUT_EFFECT = [
     ({"model": "transformer", "lr_steps": (0.5, 0.7)}, "--lr-steps 0.5,0.7 is for a learning rate with steps, and"),
     ({"task": "text", "model": "lenet"}, "--model lenet cannot train --task text: transformer is for text, and all"),
     ({"task": "mnist", "model": "transformer"}, "--model transformer cannot train --task mnist: transformer is for"),
-    ({"codec": "topk2", "exchange": "waves", "outer": "nesterov"}, "--outer nesterov is for waves of whole models"),
     ({"codec": "topk2", "exchange": "waves", "references": 3}, "--references are models of other peers"),
     ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc is lossy, and --weights push-sum"),
     ({"codec": "dgc"}, "--codec dgc is for gradients only"),

@@ -251,6 +251,6 @@ def test_a_model_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any
 
 def test_codecs_start_anew_once_exchanges_under_way_are_dropped(bench: Bench):
     told: list[Event] = []
-    bench.driver.models.codec = SimpleNamespace(begin_from=lambda _: told.extend(bench.role.told))  # type: ignore
+    bench.driver.models.codec = SimpleNamespace(begin=lambda _: told.extend(bench.role.told))  # type: ignore
     bench.driver.load_state_dict({"iteration": 3, "sync": {}, "weight": 1.0, "draws": {}})
     assert told == [Restored(3, {}, 1.0, {})], "models that arrive before refer to the earlier weights"

@@ -32,10 +32,9 @@ from table_sides import side
 
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Source
-from gossipx.protocol.fields import MAX_METADATA, SMALL_METADATA, Kind, all_kinds, kind_of
+from gossipx.protocol.fields import MAX_METADATA, MAX_SECTIONS, SMALL_METADATA, Kind, all_kinds, kind_of
 from gossipx.protocol.fields import kind as declare
 from gossipx.protocol.messages import (
-    LAST_WAVE,
     MAX_WAVE,
     ArriveRequest,
     HereReply,
@@ -44,6 +43,8 @@ from gossipx.protocol.messages import (
     NotReadyReply,
     PullRequest,
     RoundRequest,
+    ShardRequest,
+    ShareRequest,
     Stage,
 )
 from gossipx.server.placement import Partition
@@ -210,9 +211,10 @@ def test_an_empty_model_has_no_trailer() -> None:
 
 
 def test_the_largest_legitimate_metadata_fit() -> None:
-    everyone = RoundRequest(LAST_WAVE, 2**63 - 1, tuple(range(65_536)))
+    ranks, most = tuple(range(65_536)), 2**63 - 1
+    code = ShardRequest(MAX_WAVE, ranks, most, (most, most), (most,) * MAX_SECTIONS, 604_800.0)
     figures: dict[str, object] = {f"figure {name}": [0.123456789012345] * 100 for name in range(200)}
-    for message in (everyone, ArriveRequest(Stage.DONE, 1, figures)):
+    for message in (RoundRequest(most, ranks), code, ArriveRequest(Stage.DONE, 1, figures)):
         assert feed(Decoder(no_payload), whole(message)) == [Frame(0, message, None)]
 
 
@@ -354,10 +356,10 @@ def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: 
         PullRequest(-1, 30.0),
         PullRequest(1, 0.0),
         PullRequest(1, 604_801.0),
-        RoundRequest(1, 0, (2, 1)),
-        RoundRequest(MAX_WAVE + 1, 0, (1, 2)),
-        RoundRequest(LAST_WAVE - 1, 0, (1, 2)),
-        ArriveRequest(Stage.TRAIN, 1, wave=LAST_WAVE),
+        RoundRequest(0, (2, 1)),
+        ShareRequest(0, (1, 2), 0, 1),
+        ShareRequest(MAX_WAVE + 1, (1, 2), 0, 1),
+        ArriveRequest(Stage.TRAIN, 1, wave=MAX_WAVE + 1),
         NotReadyReply("two\nlines"),
         HereReply(Stage.DONE, report={"a": {"b": 1}}),
         HereReply(Stage.DONE, report={f"{name}": "a" * 1000 for name in range(900)}),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gossipx.assembly.peer import build_arena, model_codec
+from gossipx.assembly.peer import add_codecs, build_arena
 from gossipx.assembly.role import build_role
 from gossipx.assembly.server import serve
 from gossipx.launch.loops.train import live_of, optimizer_of, rate_of, scores
@@ -105,8 +105,8 @@ class RealPeers:
             plan.times.of(rank),
             arena,
             None if served is None else served.table_store,
-            model_codec(config, arena, model, rank, plan.size),
         )
+        add_codecs(peer.driver, config, model)
         if config.sync.init == "first":
             peer.begin_codec()
         peer.seconds = config.run.seconds

@@ -29,6 +29,7 @@ from gossipx.launch.simulation.reports import SimReporter, consensus, curves_of,
 from gossipx.metrics.aggregate import Aggregate
 from gossipx.metrics.recorder import Recorder
 from gossipx.metrics.summary import Summary
+from gossipx.settings.modes import Waves
 from gossipx.settings.scenario import MANY, PlannedFault, Scenario
 from gossipx.settings.sections import RunConfig
 from gossipx.sim import SimPeer, World
@@ -45,9 +46,9 @@ SHOWN = 8
 """Warnings of peers that are printed at the end, one for each topic."""
 STALLED = 1_000_000
 """Events without a finished iteration after which a run is given up: it would not end."""
-OF_PEER, ANNOUNCED = 1_000, 20
-"""Further such events for each peer, which has 100 in a wave of 10,000, and for each pair of peers that announce
-themselves: these have 11 before the first iteration."""
+OF_PEER, ALL_TO_ALL = 1_000, 40
+"""Further such events for each peer, and for each pair of peers that announce themselves or send each other codes in a
+wave: these have 11 before the first iteration, and 14 in a wave."""
 
 
 def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
@@ -273,7 +274,8 @@ class _Simulation:
             TimeRemainingColumn(),
         )
         stalled, before, batch, size = 0, 0, FIRST, self._plan.size
-        most = STALLED + OF_PEER * size + (0 if self._plan.assembled else ANNOUNCED * size**2)
+        all_to_all = not self._plan.assembled or isinstance(self._plan.config.mode, Waves)
+        most = STALLED + OF_PEER * size + ALL_TO_ALL * all_to_all * size**2
         updated = time.monotonic()
         gc.collect()
         gc.freeze()  # the peers live as long as the run: no collection needs to look at them

@@ -27,9 +27,12 @@ from gossipx.protocol.effects import (
     Adopt,
     Answer,
     ApplyWave,
+    AverageShard,
     Cancel,
     Capture,
     Effect,
+    EncodeWave,
+    EndWave,
     Forget,
     Keep,
     Merge,
@@ -54,6 +57,7 @@ from gossipx.runtime.driver.joins import JoinHandler
 from gossipx.runtime.driver.outbox import Outbox
 from gossipx.runtime.driver.tables import TableRequest, TableWork
 from gossipx.runtime.driver.transfers import ModelTransfers
+from gossipx.runtime.driver.waves import WaveWork
 from gossipx.wire import UploadSink
 
 T = TypeVar("T")
@@ -106,6 +110,7 @@ class Driver:
         self.outbox = Outbox(role.rank, clock, self.handle, self._note, self.fail)
         self.tables = TableWork(role.rank, clock, self.outbox, self.handle, self._reply)
         self.models = ModelTransfers(arena, self.outbox, clock, self.tables, places)
+        self.waves = WaveWork(role.rank, self.captures, self.outbox, clock, self.handle, self._reply)
         self._received_at: dict[messages.Stage, int] = {}  # bytes received when the role reached a stage
         self._lock = threading.Lock()
         self._resumed = threading.Event()
@@ -117,7 +122,7 @@ class Driver:
 
     @property
     def comm(self) -> CommManager | None:
-        """The CommManager, built with ``on_request`` = :meth:`received` and ``sink_for`` = ``models.sink_for``."""
+        """The CommManager, built with ``on_request`` = :meth:`received` and ``sink_for`` = :meth:`sink_for`."""
         return self.outbox.comm
 
     @comm.setter
@@ -139,11 +144,19 @@ class Driver:
         for effect, snapshot in zip(effects, snapshots, strict=True):
             self._carry_out(effect, snapshot)
 
+    def sink_for(self, sender: int, request: CarryingRequest) -> UploadSink:
+        """Return the sink of another peer's upload; called by the CommManager."""
+        if isinstance(request, messages.ShardRequest):
+            return self.waves.sink_for(sender, request)
+        return self.models.sink_for(sender, request)
+
     def received(self, sender: int, key: Hashable, request: messages.Request, upload: UploadSink | None) -> None:
         """Handle a request of another peer; called by the CommManager."""
         if isinstance(request, messages.PullRequest):
             self.arena.pool.wait_for_buffers()
-        if isinstance(request, CarryingRequest) and upload is not None:
+        if isinstance(request, messages.WaveRequest):
+            self.waves.store(key, sender, request, upload)
+        elif isinstance(request, CarryingRequest) and upload is not None:
             self.models.store(key, request, upload)
         self.handle(events.Received(sender, key, request))
 
@@ -217,6 +230,7 @@ class Driver:
         if self.join_handler is not None:
             self.join_handler.close()
         self.tables.close()
+        self.waves.close()
         self.on_retrieval = lambda retrieval: None  # break the reference cycle with the reporter
 
     # --- effects ------------------------------------------------------------------------------------
@@ -237,12 +251,12 @@ class Driver:
                 self.fail(self.rejection or errors.NotEnoughPeersError(reason))
             case Capture(ticket, saved, fragment):
                 self.captures.capture(ticket, saved, fragment)
-                if self.models.codec is not None:
-                    self.models.codec.captured(ticket, fragment)
+                self.waves.entered(ticket, fragment)
             case Answer(captured=int(ticket)):
                 return self.captures.hold(ticket)
             case Keep(key, ticket):
-                self.models.keep(key, ticket)
+                if not self.waves.keep(key, ticket):
+                    self.models.keep(key, ticket)
             case AddPeer(peer):
                 self._add(peer)
             case Cancel(ticket):
@@ -259,6 +273,8 @@ class Driver:
         match effect:
             case Send() if isinstance(effect.request, TableRequest):
                 self.tables.send(effect)
+            case Send(_, _, messages.ShardRequest() | messages.ShareRequest() | messages.ReferenceRequest() as request):
+                self.waves.send(effect, request)
             case Send():
                 self.models.send(effect, self._base(effect))
             case Cancel(ticket):
@@ -267,6 +283,12 @@ class Driver:
                 self._answer(effect, snapshot)
             case Merge():
                 self._merge(effect)
+            case EncodeWave():
+                self.waves.encode(effect)
+            case AverageShard():
+                self.waves.average(effect)
+            case EndWave():
+                self.waves.end(effect)
             case ApplyWave(ticket):
                 self._apply_merged(ticket)
             case Mix(ticket, share):
@@ -312,13 +334,16 @@ class Driver:
         replaces = self.join_handler is not None and self.join_handler.add(peer)
         if replaces and isinstance(self.comm, CommManager):
             self.comm.forget(peer.rank)
-        if self.models.codec is not None:
-            self.models.codec.resize(self.role.members.size)
 
     def begin_codec(self) -> None:
-        """Initialize the codec from the current weights: at step 0 they are the same on all peers."""
+        """Set the first references: the current weights at step 0, when they are the same on all peers; else none."""
+        snapshot = None if self.arena.step else self.arena.snapshot()
+        model = None if snapshot is None else snapshot.buffer.vectors
+        self.waves.begin(model)
         if self.models.codec is not None:
-            self.models.codec.begin_from(self.arena)
+            self.models.codec.begin(model)
+        if snapshot is not None:
+            snapshot.release()
 
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
@@ -329,8 +354,11 @@ class Driver:
     def _answer_now(self, answer: Answer, snapshot: Snapshot | None) -> None:
         if isinstance(answer.reply, messages.ModelReply):
             self._answer_model(answer, answer.reply, snapshot or self.arena.snapshot(answer.whole_model))
+        elif answer.fragment is not None:
+            self.waves.answer(answer, answer.fragment)
         else:
             self._reply(answer, answer.reply, None)
+        self.waves.drop(answer.key)
 
     def _reply(
         self, answer: Answer, reply: messages.Reply, source: Source | None, sent: Callable[[], None] = lambda: None
@@ -394,11 +422,9 @@ class Driver:
             self.handle(events.Merged(merge.ticket, merge.into, sound))
 
     def _apply_merged(self, ticket: int) -> None:
-        if self.models.codec is not None and (average := self.captures.hold(ticket)) is not None:
-            self.models.codec.wave_ended(ticket, average)
-            average.release()
         with self.committing:
             taken = self.captures.apply_merged(ticket, self.role.stage is messages.Stage.TRAIN)
+        self.waves.applied(ticket)
         for retrieval in taken:
             self.on_retrieval(retrieval)
         self.handle(events.Mixed(ticket))
@@ -407,6 +433,7 @@ class Driver:
         self.captures.forget(ticket)
         self.outbox.forget(ticket)
         self.models.forget(ticket)
+        self.waves.forget(ticket)
         self.tables.forget(ticket)
 
     # --- checkpoints --------------------------------------------------------------------------------

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossipx.compression import WaveSink
 from gossipx.figures import Counters
 from gossipx.model.arena import ParameterArena
-from gossipx.model.pool import CapturedModel, Snapshot
+from gossipx.model.pool import CapturedModel, HostBuffer, Snapshot
 from gossipx.model.receive import DriftReference
 from gossipx.protocol.messages import WHOLE, RoundRequest
 from gossipx.runtime.driver.transfers import ReceivedModel
@@ -133,31 +132,34 @@ class Captures:
         if before is None:
             model.incoming.release()
             return None
-        fragment, sink = model.incoming.fragment, model.model_sink
-        if isinstance(sink, WaveSink):
-            distance = sink.merge(into, before.buffer, own, theirs)
-        else:
-            distance = fragment.merge(model.incoming.buffer, before.buffer, own, theirs)
+        fragment = model.incoming.fragment
+        distance = fragment.merge(model.incoming.buffer, before.buffer, own, theirs)
         before.release()
         if math.isnan(distance):
             model.incoming.release()
             return False
-        in_wave = isinstance(model.request, RoundRequest)  # otherwise a hub merges a worker's model into its centre
-        step = before.step if in_wave else max(before.step, model.their_step)
+        in_finish = isinstance(model.request, RoundRequest)  # else a hub merges a worker's model into its centre
+        step = before.step if in_finish else max(before.step, model.their_step)
         merged = fragment.snapshot_of(model.incoming.give_away(), step)
-        staleness = self._arena.step - model.their_step
-        known = None
-        with self._arena.lock:
-            captured = self._captured.get(into)
-            if captured is not None:
-                two_models = captured.now is captured.base and model.weight == 1 and sink is None
-                if in_wave:
-                    known = fragment.distance_of_model(distance) if two_models else None
-                    captured.retrievals.append(Retrieval(model.seconds, staleness, known, model.sender))
-                captured.now, merged = merged, captured.now
-        merged.release()
-        self._outliers.judge(known, model.sender)
+        self._put(into, merged)
         return True
+
+    def replace(self, ticket: int, model: HostBuffer, retrieval: Retrieval) -> None:
+        """Let ``model``, the result of a wave, be what :meth:`apply_merged` writes for a captured model."""
+        before = self.hold(ticket)
+        if before is None:
+            return
+        fragment = self._arena.fragment(model.fragment)
+        self._put(ticket, fragment.snapshot_of(model, before.step), retrieval)
+        before.release()
+
+    def _put(self, ticket: int, model: Snapshot, *retrievals: Retrieval) -> None:
+        with self._arena.lock:
+            captured = self._captured.get(ticket)
+            if captured is not None:
+                captured.retrievals.extend(retrievals)
+                captured.now, model = model, captured.now
+        model.release()
 
     def apply_merged(self, ticket: int, training: bool) -> list[Retrieval]:
         """Write the result of all merges into the weights; see :class:`gossipx.protocol.effects.ApplyWave`.

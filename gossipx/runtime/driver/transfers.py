@@ -174,8 +174,8 @@ class ModelTransfers:
 
     # --- uploads ------------------------------------------------------------------------------------
 
-    def sink_for(self, sender: int, request: CarryingRequest) -> UploadSink:
-        """Return the sink for an upload; wait for a free place if it is a model. Called by the CommManager.
+    def sink_for(self, sender: int, request: ElasticRequest | GradientRequest) -> UploadSink:
+        """Return the sink for an upload; wait for a free place if it is a model.
 
         Raises:
             LocalFaultError: no place became free while the sender waits.

@@ -344,7 +344,7 @@ class Reporter:
             "skipped": sync.skipped,
             "failed": sync.failed,
             **figures.all_counts(self.counts()),
-            "finish_rounds_lost": self._role.waves.lost_at_end,
+            "finish_rounds_lost": self._role.finish.lost,
             # None: nothing is claimed; empty: it takes no part in the comparison, so its model is another
             "digest": self._role.agreement.digest if self._role.claims_agreement else None,
             "unshared": list(self._unshared().values()) if self._role.trains else None,
