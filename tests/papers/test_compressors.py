@@ -220,3 +220,20 @@ def test_indices_come_back_whatever_share_is_sent(ratio: float) -> None:
     kept.scatter_(1, rows.abs().topk(round(1000 * ratio)).indices, True)
     assert torch.equal(out != 0, kept.view(-1))
     assert torch.equal(out[out != 0].sign(), x[out != 0].sign())
+
+
+# --- Lloyd, "Least squares quantization in PCM" (1982) -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bits", "levels", "error"), [(1, [0.798], 0.3634), (2, [0.4528, 1.510], 0.1175), (3, [], 0.0345)]
+)
+def test_lloyd_has_the_least_error_of_normal_values(bits: int, levels: list[float], error: float) -> None:
+    """Max, "Quantizing for minimum distortion" (1960), Table I: magnitudes and error for 2, 4 and 8 levels."""
+    x = normal(200_000)
+    (made,) = decoded(f"lloyd:bits={bits}", x)
+    found = made.abs().unique()
+    assert len(found) == 1 << bits - 1
+    assert found[: len(levels)].tolist() == pytest.approx(levels, abs=0.01)
+    assert float((x - made).square().mean()) == pytest.approx(error, rel=0.02)
+    assert all(float(x[made.abs() == level].abs().mean()) == pytest.approx(float(level), rel=1e-4) for level in found)
