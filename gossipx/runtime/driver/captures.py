@@ -133,6 +133,9 @@ class Captures:
             model.incoming.release()
             return None
         fragment = model.incoming.fragment
+        with self._arena.lock:
+            captured = self._captured.get(into)
+            before_is_base = captured is not None and captured.now is captured.base
         distance = fragment.merge(model.incoming.buffer, before.buffer, own, theirs)
         before.release()
         if math.isnan(distance):
@@ -141,6 +144,8 @@ class Captures:
         in_finish = isinstance(model.request, RoundRequest)  # else a hub merges a worker's model into its centre
         step = before.step if in_finish else max(before.step, model.their_step)
         merged = fragment.snapshot_of(model.incoming.give_away(), step)
+        judged = in_finish and model.weight == 1 and before_is_base
+        self._outliers.judge(fragment.distance_of_model(distance) if judged else None, model.sender)
         self._put(into, merged)
         return True
 
