@@ -60,7 +60,7 @@ from gossipx.peer.server_role import ServerRole
 from gossipx.peer.serving import Outgoing, Serving
 from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
-from gossipx.peer.waves import Waves
+from gossipx.peer.waves import WaveSequence
 from gossipx.protocol import events
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Wait
 from gossipx.protocol.fields import JoinedPeer
@@ -87,8 +87,7 @@ from gossipx.protocol.messages import (
     Stage,
     TakeRequest,
 )
-from gossipx.settings import modes
-from gossipx.settings.modes import HasFragments, HasPolicy, HasServing, Pairs, Pushes
+from gossipx.settings.modes import HasFragments, HasPolicy, HasServing, Pairs, Pushes, Waves
 from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
@@ -156,8 +155,8 @@ class PeerRole:
         self.barrier = Barrier(self.members, self.requests, timeout)
         self.joining = Joining(context, self.barrier, self.settings.sync.init == "own")
         self.agreement = Agreement(self.rank, self.members, self.requests)
-        self.waves = Waves(context)
-        in_waves = isinstance(mode, modes.Waves)
+        self.waves = WaveSequence(context)
+        in_waves = isinstance(mode, Waves)
         self.finish = Finish(context, in_waves)
         self.pulls = PullExchange(context, self.mixing, self.shares)
         self.exchange = self._build_exchange()

@@ -19,7 +19,7 @@ from gossipx.peer.joining.newcomers import Newcomers
 from gossipx.peer.last_wave import Finish
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.training import Training
-from gossipx.peer.waves import Waves
+from gossipx.peer.waves import WaveSequence
 from gossipx.protocol.effects import Answer, Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import (
@@ -54,7 +54,7 @@ class Stages:
     barrier: Barrier
     joining: Joining
     training: Training
-    waves: Waves
+    waves: WaveSequence
     finish: Finish
     exchange: Exchange
     server: ServerRole

@@ -12,7 +12,7 @@ from typing import Any
 
 from gossipx.peer.barrier import Barrier
 from gossipx.peer.exchange import Exchange, PeerContext
-from gossipx.peer.waves import Waves
+from gossipx.peer.waves import WaveSequence
 from gossipx.protocol.effects import Effect, Note, Resume, Wait
 from gossipx.protocol.events import Received, Restored, StepDone
 from gossipx.protocol.messages import ArriveRequest, NotReadyReply, Stage
@@ -35,7 +35,7 @@ class Training:
         over: whether training has ended and everything that its end waits for is complete.
     """
 
-    def __init__(self, context: PeerContext, barrier: Barrier, exchange: Exchange, waves: Waves, in_waves: bool):
+    def __init__(self, context: PeerContext, barrier: Barrier, exchange: Exchange, waves: WaveSequence, in_waves: bool):
         self.sound = True
         self.over = False
         self._context = context

@@ -417,7 +417,7 @@ class Wave:
         return Answer(event.key, messages.NotReadyReply(reason), now + self._patience)
 
 
-class Waves:
+class WaveSequence:
     """The current wave of a peer, and requests that wait for the next one.
 
     Args:

@@ -10,7 +10,7 @@ from gossipx.peer.exchange import PeerContext
 from gossipx.peer.fragment_order import FragmentOrder
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.serving import Outgoing
-from gossipx.peer.waves import TIMER, Repair, Wave, Waves
+from gossipx.peer.waves import TIMER, Repair, Wave, WaveSequence
 from gossipx.protocol.effects import (
     Answer,
     ApplyWave,
@@ -51,11 +51,11 @@ ALL = (0, 1, 2)
 MEAN = ShareReply((0, 1, 2), (4,))
 
 
-def peer(rank: int = 0, size: int = 3) -> Waves:
+def peer(rank: int = 0, size: int = 3) -> WaveSequence:
     members = Membership(rank, size, RandomNeighbour(topology_from("full", size)), TIMEOUT, random.Random(0))
     for other in members.others.values():
         other.stage = Stage.TRAIN
-    return Waves(
+    return WaveSequence(
         PeerContext(
             *(rank, 0, TIMEOUT, False, members, Outgoing(members), Requests()),
             *(SyncManager(policies.parse("never")), FragmentOrder(), Counters()),
@@ -63,14 +63,14 @@ def peer(rank: int = 0, size: int = 3) -> Waves:
     )
 
 
-def begun(rank: int = 0, size: int = 3) -> tuple[Waves, list[int]]:
+def begun(rank: int = 0, size: int = 3) -> tuple[WaveSequence, list[int]]:
     """Return a peer whose codes are on their way, and the tickets of its requests."""
     waves = peer(rank, size)
     waves.start(0.0)
     return waves, [send.ticket for send in sends(waves.progressed(WaveEncoded(own(waves), OURS), 0.0))]
 
 
-def own(waves: Waves) -> int:
+def own(waves: WaveSequence) -> int:
     assert waves.current is not None
     return waves.current.ticket
 
@@ -93,11 +93,11 @@ def asks(sender: int, owner: int, key: str = "k") -> Received:
     return Received(sender, key, ShareRequest(1, ALL, 0, owner))
 
 
-def share(waves: Waves, owner: int, key: str = "k", now: float = 0.0) -> Answer:
+def share(waves: WaveSequence, owner: int, key: str = "k", now: float = 0.0) -> Answer:
     return Answer(key, ShareReply((), ()), now + TIMEOUT, share=(own(waves), owner), fragment=0)
 
 
-def averaged(waves: Waves, counted: tuple[int, ...] = ALL, now: float = 0.0) -> list[Effect]:
+def averaged(waves: WaveSequence, counted: tuple[int, ...] = ALL, now: float = 0.0) -> list[Effect]:
     return waves.progressed(ShardAveraged(own(waves), counted), now)
 
 
